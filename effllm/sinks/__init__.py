@@ -48,7 +48,7 @@ class WriteFailed(Exception):
 
 
 class FirstFailure:
-    """The text of all failures since the last success: that of the first one, because each different text is an event.
+    """Keeps the text of the first failure since a success: each different text would become a separate event.
 
     The texts of libraries may contain the address of a server with a password, which is removed.
     """
@@ -57,7 +57,7 @@ class FirstFailure:
         self._text = ""
 
     def error_of(self, text: str, lost: int = 0) -> WriteFailed:
-        """Return the exception of a failure, with the first one's text; ``lost`` earlier windows are lost with it."""
+        """Return an exception with the first failure's text; with it ``lost`` earlier windows are lost."""
         self._text = self._text or _ADDRESS.sub("", one_line(without_user(text)))
         error = WriteFailed(self._text)
         error.lost = lost
@@ -112,7 +112,7 @@ class JobValue(Struct, frozen=True, forbid_unknown_fields=True):
     text: str
     otlp: tuple[str, str, str] | None = None  # name, kind and unit of the metric
     tensorboard: tuple[str, str] | None = None  # tag and unit
-    lasting: Literal["", "total", "fact"] = ""  # whether the value stays true without a new report
+    lasting: Literal["", "total", "fact"] = ""  # total (only grows) and fact are true until a new report
 
 
 JOB_VALUES = msgspec.toml.decode(Path(__file__).with_name("values.toml").read_bytes(), type=dict[str, JobValue]) | {
@@ -124,7 +124,7 @@ JOB_VALUES = msgspec.toml.decode(Path(__file__).with_name("values.toml").read_by
 
 def job_values(report: ClusterReport) -> dict[str, float]:
     """Return the known values of a report, by name in `JOB_VALUES`."""
-    counts, seen, slowest = report.job.counts, report.coverage, report.straggler
+    counts, coverage, slowest = report.job.counts, report.coverage, report.straggler
     values: dict[str, float | None] = {
         "iterations": counts.iterations,
         "tokens": counts.tokens or None,  # 0: the loop does not report this count
@@ -132,21 +132,21 @@ def job_values(report: ClusterReport) -> dict[str, float]:
         "generated_tokens": counts.generated_tokens or None,
         "losses_not_finite": counts.losses_not_finite,
         "energy_measured_joules": report.job.energy.measured_j,
-        "reports_lost": seen.reports_lost,
-        "reports_late": seen.reports_late,
-        "ranks_expected": seen.ranks_expected,
-        "gpus_expected": seen.gpus_expected,
+        "reports_lost": coverage.reports_lost,
+        "reports_late": coverage.reports_late,
+        "ranks_expected": coverage.ranks_expected,
+        "gpus_expected": coverage.gpus_expected,
         "simulated": int(report.simulated),
         "elapsed_seconds": report.job.goodput.elapsed_s,
         "gpus_unused": report.gpus_unused,
         "iteration": report.iteration,
         "attempt": report.attempt,
-        "ranks_reporting": seen.ranks_reporting,
-        "gpus_measured": seen.gpus_measured,
+        "ranks_reporting": coverage.ranks_reporting,
+        "gpus_measured": coverage.gpus_measured,
         "doubtful_values": len(report.doubtful) or None,
         "loss": report.loss,
         **foretold_values(report.forecast),
-        "energy_coverage_ratio": seen.energy,
+        "energy_coverage_ratio": coverage.energy,
         "straggler_rank": None if slowest is None else slowest.rank,
         "straggler_time_ratio": None if slowest is None else slowest.time_s / slowest.median_s,
     }
@@ -201,7 +201,7 @@ def options_of(name: str) -> dict[str, Option]:
 
 
 def read_options(name: str, given: Mapping[str, str]) -> dict[str, Any]:
-    """Return the values of all options of a sink, from texts and defaults; invalid: `SinkUnavailable`."""
+    """Return the values of all options of a sink: the given texts or defaults, read by the options' types."""
     options = options_of(name)
     for key in given:
         if key not in options:
@@ -214,8 +214,7 @@ def read_options(name: str, given: Mapping[str, str]) -> dict[str, Any]:
         try:
             values[key] = option.value_type.read(text)
         except ValueError:
-            allowed = option.value_type.allowed
-            shown = without_user(text)
+            shown, allowed = without_user(text), option.value_type.allowed
             raise SinkUnavailable(f"{name}:{key}={shown!r} is not usable: must be {allowed}") from None
     return values
 

@@ -31,7 +31,7 @@ OPTIONS = {
 MAX_EVENTS = 20
 MAX_LINE_LETTERS = 200  # of a window's line in a file
 
-_HEADER, _PROBLEM, _PLAIN, _ERASE = "\x1b[1;36m", "\x1b[1;31m", "\x1b[0m", "\r\x1b[K"
+_CYAN, _RED, _PLAIN, _ERASE_LINE = "\x1b[1;36m", "\x1b[1;31m", "\x1b[0m", "\r\x1b[K"
 
 
 def open_sink(run: RunInfo) -> Console:
@@ -47,8 +47,8 @@ class Console:
         environment = process_environ()
         self._is_terminal = run.stdout.isatty() and environment.get("TERM") != "dumb"
         self._has_colour = self._is_terminal and not environment.get("NO_COLOR")
-        form = run.options["format"]
-        self._prints_line = self._is_terminal if form == "auto" else form == "line"
+        window_format = run.options["format"]
+        self._prints_line = self._is_terminal if window_format == "auto" else window_format == "line"
         self._printed: dict[str, set[str]] = {}  # texts of printed events, by kind
         self._is_closed = False
 
@@ -58,7 +58,7 @@ class Console:
             return
         width = _terminal_width(self._out) if self._is_terminal else 0
         lines = [console_line(report, width or MAX_LINE_LETTERS)] if self._prints_line else block_lines(report, width)
-        self._print([self._coloured(_HEADER, line) if line.startswith("[") else line for line in lines])
+        self._print([self._coloured(_CYAN, line) if line.startswith("[") else line for line in lines])
 
     def event(self, event: Event) -> None:
         """Print an event, according to the level of its kind."""
@@ -72,7 +72,7 @@ class Console:
             if len(printed) > MAX_EVENTS:
                 text = f"more events of kind {event.kind} are in events.jsonl of the run folder"
         line = f"[EfficientLLM] {text}" + (f" ({event.count} events)" if event.count > 1 else "")
-        self._print([self._coloured(_PROBLEM, line) if is_problem(event.kind) else line])
+        self._print([self._coloured(_RED, line) if is_problem(event.kind) else line])
 
     def close(self) -> None:
         """Print the closing table; the stream stays open for the training."""
@@ -91,7 +91,7 @@ class Console:
             # A progress bar of the training may have left the cursor inside a line. One space per column of the
             # terminal moves the cursor from inside a line to the next line, but not from the start of a line (zsh's
             # PROMPT_SP).
-            text = " " * _terminal_width(self._out) + _ERASE + text
+            text = " " * _terminal_width(self._out) + _ERASE_LINE + text
         elif _is_inside_line(self._out, bool(self._run.fact(PROGRESS_BARS))):
             text = f"\n{text}"
         self._out.write(text)

@@ -67,10 +67,10 @@ class Mlflow:
         self._first_failure = FirstFailure()
         self._client: Any = None
         self._run_id = ""
-        self._waiting_values: list[Any] = []
+        self._waiting_values: list[Any] = []  # metrics of MLflow, oldest first
         self._num_waiting_windows = 0  # in `_waiting_values`, besides the window that is being written
-        self._began_s = self._sent_s = time.monotonic()
-        self._has_warned = False
+        self._opened_s = self._sent_s = time.monotonic()  # times of the start and of the last call of the server
+        self._has_warned_of_no_run = False
 
     def write(self, report: ClusterReport) -> None:
         """Keep the values of a window, and write all kept values if a call is due.
@@ -104,38 +104,38 @@ class Mlflow:
             self._warn_of_no_run()
 
     def _send(self) -> None:
-        if not self._waiting_values or not self._find_run():
+        if not self._waiting_values or not self._connect_to_run():
             return
         self._sent_s = time.monotonic()
         waiting, self._waiting_values = self._waiting_values, []
         num_windows, self._num_waiting_windows = self._num_waiting_windows, 0
         try:
-            for at in range(0, len(waiting), MAX_IN_CALL):
-                self._client.log_batch(self._run_id, metrics=waiting[at : at + MAX_IN_CALL])
+            for first in range(0, len(waiting), MAX_IN_CALL):
+                self._client.log_batch(self._run_id, metrics=waiting[first : first + MAX_IN_CALL])
         except Exception as error:
             raise self._first_failure.error_of(f"{type(error).__name__}: {error}", num_windows) from error
         self._first_failure.note_success()
 
-    def _find_run(self) -> bool:
-        """Return whether the run is known, and connect when it is; it stays the same, so that there is only one run."""
+    def _connect_to_run(self) -> bool:
+        """Connect once to the run that the training has opened; return whether this run is known."""
         if not self._run_id:
             environ = process_environ()
             self._run_id = str(self._run.fact(RUN_ID) or environ.get("MLFLOW_RUN_ID") or "")
             if self._run_id:
                 self._client = self._connect(_tracking_uri(self._run.fact(TRACKING_URI), environ))
-            elif time.monotonic() - self._began_s > NO_RUN_S:
+            elif time.monotonic() - self._opened_s > NO_RUN_S:
                 self._warn_of_no_run()
         return bool(self._run_id)
 
     def _warn_of_no_run(self) -> None:
-        if not self._has_warned:
-            self._has_warned = True
+        if not self._has_warned_of_no_run:
+            self._has_warned_of_no_run = True
             self._run.log(NO_RUN)
 
 
 def _tracking_uri(of_training: Any, environ: Mapping[str, str]) -> str | None:
-    """Return the training's tracking URI, or that of the environment if it is the same with a user, or the only one."""
-    own = environ.get("MLFLOW_TRACKING_URI")
-    if not isinstance(of_training, str) or (own and without_user(own) == of_training):
-        return own
+    """Return the training's tracking URI; that of the environment if it is the same with a user, or the only one."""
+    uri = environ.get("MLFLOW_TRACKING_URI")
+    if not isinstance(of_training, str) or (uri and without_user(uri) == of_training):
+        return uri
     return of_training

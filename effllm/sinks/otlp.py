@@ -67,7 +67,7 @@ DEVICE_INSTRUMENTS = msgspec.toml.decode(Path(__file__).with_suffix(".toml").rea
 
 JOB_INSTRUMENTS = {row.otlp[0]: Instrument(*row.otlp[1:], row.text) for row in JOB_VALUES.values() if row.otlp}
 
-#: A value of a metric with its attributes.
+#: A metric's name, the attributes of a value, and the value.
 Value = tuple[str, Mapping[str, str], float]
 
 
@@ -86,7 +86,7 @@ class Otlp:
         self._resource = _resource(run.identity().run_id or "")
         self._sent_j: dict[str, float] = {}  # energy by device: a late report must not lower a counter
         self._unsent: ClusterReport | None = None
-        self._sent_s = -math.inf
+        self._sent_time_s = -math.inf  # unix time of the report that was sent last
         self._first_failure = FirstFailure()
 
     def write(self, report: ClusterReport) -> None:
@@ -96,7 +96,7 @@ class Otlp:
             WriteFailed: the values were not received.
         """
         self._unsent = report
-        if report.final or abs(report.time_s - self._sent_s) >= self._run.options["every"]:
+        if report.final or abs(report.time_s - self._sent_time_s) >= self._run.options["every"]:
             self._send(report)
 
     def close(self) -> None:
@@ -106,19 +106,19 @@ class Otlp:
         self._exporter.shutdown()
 
     def _send(self, report: ClusterReport) -> None:
-        self._unsent, self._sent_s = None, report.time_s  # after a failure the next report is sent, not this one again
-        start_ns = int((self._run.identity().started_time_s or report.time_s) * NS)
-        times_ns = min(start_ns, int(report.time_s * NS)), int(report.time_s * NS)
+        self._unsent, self._sent_time_s = None, report.time_s  # after a failure this report is not sent again
+        end_ns = int(report.time_s * NS)
+        start_ns = min(int((self._run.identity().started_time_s or report.time_s) * NS), end_ns)
         by_host: dict[str, list[DeviceState]] = {}
         for device in self._run.devices.newest:
             by_host.setdefault(device.host, []).append(device)
-        groups = [
-            (self._resource, _metrics({**JOB_INSTRUMENTS, **_METRIC_INSTRUMENTS}, _values_of_job(report), times_ns))
-        ]
+        job_instruments = {**JOB_INSTRUMENTS, **_METRIC_INSTRUMENTS}
+        groups = [(self._resource, _metrics(job_instruments, _values_of_job(report), start_ns, end_ns))]
         for host, devices in sorted(by_host.items()):
             resource = self._resource.merge(Resource({HOST_NAME: host} if host else {}))
-            groups.append((resource, _metrics(DEVICE_INSTRUMENTS, self._values_of_devices(devices), times_ns)))
-        data = MetricsData([ResourceMetrics(of, [ScopeMetrics(SCOPE, some, "")], "") for of, some in groups if some])
+            groups.append((resource, _metrics(DEVICE_INSTRUMENTS, self._values_of_devices(devices), start_ns, end_ns)))
+        scopes = [(resource, [ScopeMetrics(SCOPE, made, "")]) for resource, made in groups if made]
+        data = MetricsData([ResourceMetrics(resource, scope, "") for resource, scope in scopes])
         if self._exporter.export(data) is not MetricExportResult.SUCCESS:
             raise self._first_failure.error_of(self._last_error.take_text())
         self._first_failure.note_success()
@@ -137,9 +137,9 @@ class Otlp:
 
 
 def _values_of_gpu(device: DeviceState, attributes: Mapping[str, str]) -> Iterator[Value]:
-    plain = {name: text for name, text in attributes.items() if name != "hw.type"}
+    without_type = {name: text for name, text in attributes.items() if name != "hw.type"}
     model = {"hw.model": device.name, "hw.driver_version": device.driver}
-    gpu = {**plain, **{name: text for name, text in model.items() if text}}
+    gpu = {**without_type, **{name: text for name, text in model.items() if text}}
     if device.utilization is not None:
         yield "hw.gpu.utilization", {**gpu, "hw.gpu.task": "general"}, device.utilization
     if device.memory_bytes is not None:
@@ -159,7 +159,7 @@ def _attributes(device: DeviceState) -> dict[str, str]:
 
 
 def _values_of_job(report: ClusterReport) -> Iterator[Value]:
-    yield from ((of[0], {}, value) for name, value in job_values(report).items() if (of := JOB_VALUES[name].otlp))
+    yield from ((otlp[0], {}, value) for name, value in job_values(report).items() if (otlp := JOB_VALUES[name].otlp))
     for entry in metrics.METRICS.values():
         name, factor = _name_and_factor(entry)
         for base in entry.bases if name in _METRIC_INSTRUMENTS else ():
@@ -170,8 +170,8 @@ def _values_of_job(report: ClusterReport) -> Iterator[Value]:
 def _name_and_factor(entry: metrics.Metric) -> tuple[str, float]:
     """Return the name of a metric, ``effllm.GROUP.NAME``, and the factor of its values."""
     name, factor = base_unit_name(entry)
-    rest = name.removeprefix(f"{entry.group}_") if entry.group else name
-    return ".".join(part for part in ("effllm", entry.group, rest) if part), factor
+    short_name = name.removeprefix(f"{entry.group}_") if entry.group else name
+    return ".".join(part for part in ("effllm", entry.group, short_name) if part), factor
 
 
 _METRIC_INSTRUMENTS = {
@@ -181,18 +181,18 @@ _METRIC_INSTRUMENTS = {
 }
 
 
-def _metrics(instruments: Mapping[str, Instrument], values: Iterator[Value], times_ns: tuple[int, int]) -> list[Metric]:
-    points: dict[str, list[NumberDataPoint]] = {}
+def _metrics(instruments: dict[str, Instrument], values: Iterator[Value], start_ns: int, end_ns: int) -> list[Metric]:
+    points_of: dict[str, list[NumberDataPoint]] = {}
     for name, attributes, value in values:
         if math.isfinite(value):
-            start_ns = 0 if instruments[name].kind == GAUGE else times_ns[0]
-            points.setdefault(name, []).append(NumberDataPoint(attributes, start_ns, times_ns[1], value, []))
-    metrics = []
-    for name, some in points.items():
+            since_ns = 0 if instruments[name].kind == GAUGE else start_ns  # only sums have a start
+            points_of.setdefault(name, []).append(NumberDataPoint(attributes, since_ns, end_ns, value, []))
+    made = []
+    for name, points in points_of.items():
         kind, unit, text = instruments[name]
-        total = Sum(some, AggregationTemporality.CUMULATIVE, is_monotonic=kind == COUNTER)
-        metrics.append(Metric(name, text, unit, Gauge(some) if kind == GAUGE else total))
-    return metrics
+        total = Sum(points, AggregationTemporality.CUMULATIVE, is_monotonic=kind == COUNTER)
+        made.append(Metric(name, text, unit, Gauge(points) if kind == GAUGE else total))
+    return made
 
 
 def _resource(run_id: str) -> Resource:

@@ -78,8 +78,8 @@ class TensorBoard:
     def __init__(self, file: _EventFile) -> None:
         self._file = file
         self._records = RecordWriter(file)
-        self._described_tags: set[str] = set()
-        self._step: int | None = None
+        self._described_tags: set[str] = set()  # tags whose name and help are in the file
+        self._last_step: int | None = None  # of the last points
         self._write_event(event_pb2.Event(wall_time=time.time(), file_version="brain.Event:2"))
 
     def write(self, report: ClusterReport) -> None:
@@ -88,13 +88,13 @@ class TensorBoard:
         shown = {tag: value for tag, value in report.values.items() if has_chart(tag)}
         values = {tag: value for tag, value in {**shown, **_other_values(report)}.items() if math.isfinite(value)}
         step = report.iteration
-        if self._step is None:
+        if self._last_step is None:
             # With this mark, TensorBoard drops points of the previous attempt at this and later steps.
             start = event_pb2.SessionLog(status=event_pb2.SessionLog.START)
             self._write_event(event_pb2.Event(wall_time=report.time_s, step=step, session_log=start))
         elif report.correction:
             # At a step before the last step, TensorBoard would drop all later points.
-            step = max(step, self._step)
+            step = max(step, self._last_step)
             values = {tag: value for tag, value in values.items() if _is_cumulative(tag)}
         new = {tag: value for tag, value in values.items() if tag not in self._described_tags}
         if new:
@@ -105,7 +105,7 @@ class TensorBoard:
             self._described_tags |= new.keys()
         plain = [summary_pb2.Summary.Value(tag=chart_tag(tag), simple_value=value) for tag, value in values.items()]
         self._add_summary(report.time_s, step, plain)
-        self._step = step
+        self._last_step = step
 
     def close(self) -> None:
         self._file.close()
@@ -121,16 +121,16 @@ class _EventFile:
     """An event file with complete records only; an incomplete record on a full disk is removed."""
 
     def __init__(self, folder: Path, is_private: bool) -> None:
-        for missing in reversed([folder, *folder.parents]):
-            if missing == folder or not missing.exists():
-                missing.mkdir(mode=0o700 if is_private else 0o755, exist_ok=True)
-        second, rest_ns = divmod(time.time_ns(), 10**9)
+        for parent in reversed([folder, *folder.parents]):
+            if parent == folder or not parent.exists():
+                parent.mkdir(mode=0o700 if is_private else 0o755, exist_ok=True)
+        second, nanosecond = divmod(time.time_ns(), 10**9)
         # TensorBoard reads files in the order of their names, and two attempts may start in the same second.
-        name = f"events.out.tfevents.{second:010d}.{rest_ns:09d}.{socket.gethostname()}.{os.getpid()}.{SUFFIX}"
-        path = folder / name
+        name = f"events.out.tfevents.{second:010d}.{nanosecond:09d}.{socket.gethostname()}.{os.getpid()}.{SUFFIX}"
         # In a framework's folder, the event file has the permissions of the framework's files.
         mode = 0o600 if is_private else 0o644
-        self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND | os.O_CLOEXEC, mode)
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND | os.O_CLOEXEC
+        self._descriptor = os.open(folder / name, flags, mode)
         self._is_closed = False
 
     def write(self, record: bytes) -> None:
@@ -164,7 +164,7 @@ def _unit_and_help(tag: str) -> tuple[str, str]:
 
 
 def _base_of(tag: str) -> str:
-    """Return the base of a metric; empty for other values."""
+    """Return the base of a metric's tag (run, window or job); empty for other values."""
     entry = metric_of_tag(tag)
     return "" if entry is None else next((base for base in entry.bases if entry.tag(base) == tag), entry.bases[0])
 
@@ -188,8 +188,9 @@ def _described_value(tag: str, value: float, *, simulated: bool) -> summary_pb2.
 
 def _layout_value(tags: set[str]) -> summary_pb2.Summary.Value:
     """Return the page of the Custom Scalars tab with these tags, as a summary value."""
-    page = layout_pb2.Layout(category=[layout_pb2.Category(title=t, chart=c) for t, c in _categories(tags)])
-    tensor = tensor_pb2.TensorProto(dtype=types_pb2.DT_STRING, string_val=[page.SerializeToString()])
+    categories = [layout_pb2.Category(title=title, chart=charts) for title, charts in _categories(tags)]
+    page = layout_pb2.Layout(category=categories).SerializeToString()
+    tensor = tensor_pb2.TensorProto(dtype=types_pb2.DT_STRING, string_val=[page])
     return summary_pb2.Summary.Value(
         tag=layout_metadata.CONFIG_SUMMARY_TAG, tensor=tensor, metadata=layout_metadata.create_summary_metadata()
     )
@@ -197,9 +198,9 @@ def _layout_value(tags: set[str]) -> summary_pb2.Summary.Value:
 
 def _categories(tags: set[str]) -> Iterator[tuple[str, list[layout_pb2.Chart]]]:
     """Yield titles and charts; TensorBoard merges the charts of several runs only if they are identical."""
-    glance = {f"{name} ({_unit_and_help(tag)[0]})": [tag] for tag, name in AT_A_GLANCE.items()}
-    if first := _charts(glance, tags):
-        yield "at a glance", first
+    at_a_glance = {f"{name} ({_unit_and_help(tag)[0]})": [tag] for tag, name in AT_A_GLANCE.items()}
+    if shown := _charts(at_a_glance, tags):
+        yield "at a glance", shown
     contract = {f"{entry.name} ({entry.unit})": [entry.tag("run")] for entry in contract_metrics()}
     if shown := _charts(contract, tags):
         yield "efficiency: run to date", shown
@@ -219,11 +220,12 @@ def _categories(tags: set[str]) -> Iterator[tuple[str, list[layout_pb2.Chart]]]:
 
 
 def _charts(charts: dict[str, list[str]], tags: set[str]) -> list[layout_pb2.Chart]:
+    """Return the charts (title -> tags) with at least one tag that has values."""
     return [
         layout_pb2.Chart(
             title=title,
-            multiline=layout_pb2.MultilineChartContent(tag=[f"{re.escape(chart_tag(tag))}$" for tag in members]),
+            multiline=layout_pb2.MultilineChartContent(tag=[f"{re.escape(chart_tag(tag))}$" for tag in of_chart]),
         )
-        for title, members in charts.items()
-        if tags.intersection(members)
+        for title, of_chart in charts.items()
+        if tags.intersection(of_chart)
     ]

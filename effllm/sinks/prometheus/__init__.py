@@ -131,13 +131,12 @@ class MetricsPage(Collector):
 
     def __init__(self, identity: Callable[[], Identity], clock: Callable[[], float], runbook_url: str = "") -> None:
         self._identity, self._runbook_url = identity, runbook_url
-        self._labels = {"run_id": identity().run_id or ""}
-        self._clock = clock
+        self._clock, self._labels = clock, {"run_id": identity().run_id or ""}  # labels of all samples
         self._lock = threading.Lock()
         self._report: ClusterReport | None = None
-        self._received_s = 0.0
+        self._received_s = 0.0  # time of the report on the clock
         self._is_stalled = False
-        self._num_events = dict.fromkeys(ALERTED, 0)  # 0 from the start, so that increase() includes the first event
+        self._num_events = dict.fromkeys(ALERTED, 0)  # by kind; 0 first, so that increase() includes the first event
 
     def set_report(self, report: ClusterReport) -> None:
         with self._lock:
@@ -157,10 +156,10 @@ class MetricsPage(Collector):
         is_fresh = report is not None and age_s <= max(FRESH_WINDOWS * report.last.loop.time_s, FRESH_S)
         yield self._metric("fresh", "1: the newest report of the job is new enough to be shown.", is_fresh)
         yield self._metric("stalled", "1: the ranks, or some of them, make no progress (event stalled).", is_stalled)
-        counted = [({"kind": kind}, float(count)) for kind, count in sorted(events.items())]
+        event_samples = [({"kind": kind}, float(count)) for kind, count in sorted(events.items())]
         info = _identity_labels(self._identity()) | ({"runbook_url": self._runbook_url} if self._runbook_url else {})
         text = "Number of events by kind; their texts are in events.jsonl."
-        yield self._metric("events", text, counted, CounterMetricFamily)
+        yield self._metric("events", text, event_samples, CounterMetricFamily)
         yield self._metric("run_info", "1: the labels are the identity of the run.", [(info, 1.0)])
         if report is None:
             return
@@ -183,8 +182,8 @@ class MetricsPage(Collector):
             if (entry.chart or entry.name in SERVED_TOO) and any(math.isfinite(value) for _, value in samples):
                 yield self._metric(name, entry.help, [sample for sample in samples if math.isfinite(sample[1])])
         for name, spread in report.spread.items():
-            parts = [({QUANTILE_LABEL: value}, float(getattr(spread, part))) for part, value in QUANTILES.items()]
-            yield self._metric(name, f"Distribution; 0 is the smallest value, 1 the largest: {SPREADS[name]}.", parts)
+            samples = [({QUANTILE_LABEL: text}, float(getattr(spread, part))) for part, text in QUANTILES.items()]
+            yield self._metric(name, f"Distribution; 0 is the smallest value, 1 the largest: {SPREADS[name]}.", samples)
 
     def _metric(self, name: str, text: str, samples: Samples | float, kind: Family = GaugeMetricFamily) -> Metric:
         """Return a metric; its samples have the same labels, and a number is a sample without further labels."""

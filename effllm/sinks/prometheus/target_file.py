@@ -51,7 +51,7 @@ class TargetFile:
         self._name = f"{PREFIX}{instance}{SUFFIX}"
         self._content = msgspec.json.encode([{"targets": [target], "labels": {"instance": instance, **labels}}])
         self._folder_fd = own_files.open_folder(folder)
-        self._file_fd = -1
+        self._file_fd = -1  # descriptor of the file; -1: not written
         try:
             self._check_folder(folder)
             self._write()
@@ -60,7 +60,7 @@ class TargetFile:
             error.filename = str(folder)
             raise
         self._is_closed = threading.Event()
-        self._thread = threading.Thread(target=self._beat_until_closed, name="sink-prometheus-target", daemon=True)
+        self._thread = threading.Thread(target=self._renew_until_closed, name="sink-prometheus-target", daemon=True)
         self._thread.start()
 
     def close(self) -> None:
@@ -86,29 +86,29 @@ class TargetFile:
 
     def _write(self) -> None:
         """Write the file under a new name, and give it its name in one step."""
-        scratch = f".{self._name}.{secrets.token_hex(4)}"
+        new_name = f".{self._name}.{secrets.token_hex(4)}"
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-        file = os.open(scratch, flags, 0o600, dir_fd=self._folder_fd)
+        new_fd = os.open(new_name, flags, 0o600, dir_fd=self._folder_fd)
         try:
-            os.write(file, self._content)
-            os.fchmod(file, MODE)  # with any umask
+            os.write(new_fd, self._content)
+            os.fchmod(new_fd, MODE)  # with any umask
             status = self._stat(self._name)
             if status is None:
                 # Unlike a rename, a link cannot replace a file that another user has made in the meantime.
-                os.link(scratch, self._name, src_dir_fd=self._folder_fd, dst_dir_fd=self._folder_fd)
+                os.link(new_name, self._name, src_dir_fd=self._folder_fd, dst_dir_fd=self._folder_fd)
             elif _is_of_this_user(status):  # of an earlier attempt; in a sticky folder no other user can exchange it
-                os.replace(scratch, self._name, src_dir_fd=self._folder_fd, dst_dir_fd=self._folder_fd)
+                os.replace(new_name, self._name, src_dir_fd=self._folder_fd, dst_dir_fd=self._folder_fd)
             else:
                 raise PermissionError(errno.EPERM, f"{self._name} is not a file of this user")
         except OSError:
-            os.close(file)
+            os.close(new_fd)
             raise
         finally:
             with contextlib.suppress(OSError):
-                os.unlink(scratch, dir_fd=self._folder_fd)
-        self._file_fd, old = file, self._file_fd
-        if old >= 0:
-            os.close(old)
+                os.unlink(new_name, dir_fd=self._folder_fd)
+        self._file_fd, old_fd = new_fd, self._file_fd
+        if old_fd >= 0:
+            os.close(old_fd)
 
     def _stat(self, name: str) -> os.stat_result | None:
         try:
@@ -120,26 +120,26 @@ class TargetFile:
         status, own = self._stat(self._name), os.fstat(self._file_fd)
         return status is not None and (status.st_dev, status.st_ino) == (own.st_dev, own.st_ino)
 
-    def _beat_until_closed(self) -> None:
+    def _renew_until_closed(self) -> None:
         while True:
             with contextlib.suppress(OSError):
-                self._beat()
+                self._renew_and_clean()
             if self._is_closed.wait(BEAT_S):
                 return
 
-    def _beat(self) -> None:
+    def _renew_and_clean(self) -> None:
         """Set the time of the file, and remove expired files of this user's other jobs."""
         if self._stat(self._name) is None:  # removed while the job was suspended
             self._write()
         os.utime(self._file_fd)
         # The clock of the file system, which sets all these times, and not the clock of this host.
         now_s = os.fstat(self._file_fd).st_mtime
-        listed = os.open(".", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=self._folder_fd)
+        listed_fd = os.open(".", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=self._folder_fd)
         try:
-            with os.scandir(listed) as entries:
+            with os.scandir(listed_fd) as entries:
                 names = [entry.name for entry in entries if entry.name != self._name and _NAMES.fullmatch(entry.name)]
         finally:
-            os.close(listed)
+            os.close(listed_fd)
         for name in names:
             status = self._stat(name)
             if status is not None and _is_of_this_user(status) and now_s - status.st_mtime > EXPIRES_S:

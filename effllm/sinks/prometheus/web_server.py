@@ -136,7 +136,7 @@ class _Handler(WSGIRequestHandler):
 @dataclass(slots=True)
 class _Connection:
     address: str
-    since_s: float
+    since_s: float  # monotonic time of its start
     is_complete: bool = False  # the whole request was read
 
 
@@ -166,9 +166,9 @@ class _Server(ThreadingMixIn, WSGIServer):
     def process_request(self, request: Any, client_address: Any) -> None:
         address = client_address[0]
         current = self.connections.copy()  # threads remove theirs
-        of_address = {other: connection for other, connection in current.items() if connection.address == address}
-        if len(of_address) >= MAX_PER_ADDRESS:
-            self._close_oldest(of_address)
+        same_address = {key: connection for key, connection in current.items() if connection.address == address}
+        if len(same_address) >= MAX_PER_ADDRESS:
+            self._close_oldest(same_address)
         elif len(current) >= MAX_AT_ONCE:
             self._close_oldest(current)
         self.connections[request] = _Connection(address, time.monotonic())
