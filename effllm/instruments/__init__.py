@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-_HOMES = {
+_HOMES = {  # public name -> module, which is imported at the first use
     "EnergyMetrics": "effllm.instruments.energy",
     "EnergyTrackingCallback": "effllm.hooks.energy_callback",  # needs transformers
     "RobustGPUMonitor": "effllm.instruments.energy",
@@ -16,11 +16,11 @@ _HOMES = {
 
 
 def __getattr__(name: str) -> Any:
-    home = _HOMES.get(name)
-    if home is None:
+    module = _HOMES.get(name)
+    if module is None:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from importlib import import_module
 
-    value = getattr(import_module(home), name)
+    value = getattr(import_module(module), name)
     globals()[name] = value
     return value

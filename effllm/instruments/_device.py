@@ -33,8 +33,8 @@ def cuda_index(device: Any) -> int | None:
     try:
         count = int(cuda.device_count())
         if index is None:
-            used = [index for index in range(count) if has_context(index)]
-            index = used[0] if len(used) == 1 else int(cuda.current_device())
+            with_context = [index for index in range(count) if has_context(index)]
+            index = with_context[0] if len(with_context) == 1 else int(cuda.current_device())
     except (RuntimeError, AssertionError) as error:  # for example in a forked process
         raise UnknownDevice(f"device={device!r}: torch cannot use CUDA in this process: {first_line(error)}") from None
     if index >= count:
@@ -75,11 +75,11 @@ def first_line(error: Exception) -> str:
     return one_line(text.splitlines()[0])
 
 
-_warned_devices: set[tuple[int, int]] = set()
+_warned_devices: set[tuple[int, int]] = set()  # measured and current device
 
 
 def warn_of_other_device(index: int) -> bool:
-    """Warn if torch has memory on its current device and had none on the measured device; return if this is decided.
+    """Warn if torch has memory only on another device than the measured one; return ``False`` if this may still change.
 
     Such a measured device is usually a mistake: each rank of a node was given ``device=0``. A script may also measure
     several devices in one process, so the current device alone is no reason for a warning.
@@ -88,13 +88,13 @@ def warn_of_other_device(index: int) -> bool:
     try:
         if not cuda.is_initialized():
             return False  # `current_device` would initialize CUDA
-        used = [index for index in range(int(cuda.device_count())) if has_context(index)]
+        with_context = [index for index in range(int(cuda.device_count())) if has_context(index)]
         current = int(cuda.current_device())
-        current = used[0] if used and current not in used else current
-        if index in used and has_memory(cuda.memory_stats(index)):
+        current = with_context[0] if with_context and current not in with_context else current
+        if index in with_context and has_memory(cuda.memory_stats(index)):
             return True
-        if current == index or current not in used or not has_memory(cuda.memory_stats(current)):
-            return False
+        if current == index or current not in with_context or not has_memory(cuda.memory_stats(current)):
+            return False  # torch has no memory on another device yet
     except Exception:  # noqa: BLE001 - without these statistics there is no check, and the loop must go on
         return True
     if (index, current) not in _warned_devices:

@@ -18,11 +18,11 @@ BYTES_PER_MB = 1e6
 class SpanReadings:
     """The readings of devices in one or more spans, such as those of steps; ``nan``: not measured."""
 
-    parts: dict[int, SpanPart] = field(default_factory=dict)
+    parts: dict[int, SpanPart] = field(default_factory=dict)  # by the number of the device in the rank
     start_ns: int = 0  # of the first span, on the monotonic clock
     end_ns: int = 0
     num_spans: int = 0
-    number: int = 0  # of the request, for a single span
+    number: int = 0  # of the request; 0 for several spans
 
     @classmethod
     def of(cls, parts: Iterable[SpanPart], start_ns: int = 0, end_ns: int = 0, number: int = 0) -> SpanReadings:
@@ -31,7 +31,7 @@ class SpanReadings:
     def then(self, later: SpanReadings) -> SpanReadings:
         """Return the combined readings of this span and the next span."""
         both = self.parts.keys() & later.parts.keys()
-        merged = {**self.parts, **later.parts} | {own: self.parts[own].then(later.parts[own]) for own in both}
+        merged = {**self.parts, **later.parts} | {n: self.parts[n].then(later.parts[n]) for n in both}
         return SpanReadings(merged, self.start_ns or later.start_ns, later.end_ns, self.num_spans + later.num_spans)
 
     @property
@@ -45,7 +45,7 @@ class SpanReadings:
     @property
     def efficiency(self) -> float:
         """Energy per span divided by utilization, or ``nan``; a smaller value is better."""
-        return self.wh_per_span / max(self.utilization, MIN_UTILIZATION)  # of nan and a number, max returns nan
+        return self.wh_per_span / max(self.utilization, MIN_UTILIZATION)  # max(nan, number) is nan
 
     @property
     def joules(self) -> float:
@@ -91,7 +91,8 @@ class SpanReadings:
 
     @property
     def temperature_max_c(self) -> float:
-        return max((t for part in self.parts.values() if (t := part.temperature_max_c) == t), default=NAN)
+        maxima = (part.temperature_max_c for part in self.parts.values())
+        return max((maximum for maximum in maxima if not math.isnan(maximum)), default=NAN)
 
     @property
     def utilization(self) -> float:
@@ -107,9 +108,10 @@ class SpanReadings:
     def num_readings(self) -> int:
         return int(sum(part.num_readings for part in self.parts.values()))
 
-    def _mean_over_time(self, name: str, covered: str) -> float:
-        measured = [part for part in self.parts.values() if getattr(part, name) == getattr(part, name)]
-        return _ratio(sum(getattr(part, name) for part in measured), sum(getattr(part, covered) for part in measured))
+    def _mean_over_time(self, integral: str, covered: str) -> float:
+        measured = [part for part in self.parts.values() if not math.isnan(getattr(part, integral))]
+        total = sum(getattr(part, integral) for part in measured)
+        return _ratio(total, sum(getattr(part, covered) for part in measured))
 
 
 @dataclass(frozen=True)

@@ -37,21 +37,21 @@ class Statistics:
     def __init__(self, max_recent: int = MAX_RECENT) -> None:
         self._moments = Moments()
         self._recent: deque[float] = deque(maxlen=max_recent)
-        self._new: list[float] = []
+        self._new: list[float] = []  # values that are not in the other two yet
 
     def add(self, value: float) -> None:
         new = self._new
         new.append(value)
         if len(new) >= ADD_TOGETHER:
-            self._add_new()
+            self._add_new_values()
 
-    def _add_new(self) -> None:
+    def _add_new_values(self) -> None:
         if not _adding_lock.acquire(blocking=False):
             return  # the other thread's values are added at the next call
         try:
             values = self._new[:]
             del self._new[: len(values)]  # another thread may have appended meanwhile
-            self._recent.extend(filter(self._moments.add, values))  # the finite ones
+            self._recent.extend(filter(self._moments.add, values))  # `add` returns whether the value is finite
         finally:
             _adding_lock.release()
 
@@ -59,14 +59,14 @@ class Statistics:
     def moments(self) -> Moments:
         """The moments of all values."""
         if self._new:
-            self._add_new()
+            self._add_new_values()
         return self._moments
 
     @property
     def recent(self) -> deque[float]:
         """The newest finite values, oldest first."""
         if self._new:
-            self._add_new()
+            self._add_new_values()
         return self._recent
 
     def newest(self, window: int) -> list[float]:
@@ -102,19 +102,19 @@ def percentile(ordered: Sequence[float], percent: float) -> float:
     """Return a percentile of sorted values, interpolated linearly between values as in NumPy; NaN without values."""
     if not ordered:
         return NAN
-    at = (len(ordered) - 1) * percent / 100
-    low = math.floor(at)
+    position = (len(ordered) - 1) * percent / 100
+    low = math.floor(position)
     high = min(low + 1, len(ordered) - 1)
-    return ordered[low] + (ordered[high] - ordered[low]) * (at - low)
+    return ordered[low] + (ordered[high] - ordered[low]) * (position - low)
 
 
 def percentiles_of(statistics: Statistics, name: str) -> dict[str, Any]:
-    """Return the percentiles that cover most values, and the values that they cover, for a summary."""
+    """Return percentiles for a summary: the agent's of the whole run, if they cover more values than are kept here."""
     recent, count = statistics.recent, statistics.moments.count
-    run = percentiles_of_run(name) if count > len(recent) else None
+    num_in_run, of_run = (percentiles_of_run(name) if count > len(recent) else None) or (0, [])
     # If the run has more values than this instrument, another instrument of this process uses the same name.
-    if run is not None and len(recent) < run[0] <= count:
-        return _named_percentiles(run[1], run[0], "estimated")
+    if len(recent) < num_in_run <= count:
+        return _named_percentiles(of_run, num_in_run, "estimated")
     return exact_percentiles(recent, "exact" if count == len(recent) else "newest")
 
 

@@ -21,7 +21,7 @@ from effllm.trainer.collector import MetricsCollector, get_metrics_collector
 from effllm.trainer.session import wait_until
 from effllm.trainer.spans import SpanChain
 
-Facts = Sequence[Mapping[str, Any]]  # of the rank's devices, as the agent publishes them
+Facts = Sequence[Mapping[str, Any]]  # of each device of the rank, as the agent publishes them
 
 BASELINE_S = 5.0
 MIN_BASELINE_S = 0.2  # with less covered time, there is no baseline
@@ -37,7 +37,7 @@ class MonitoredDevices:
 
     def __init__(self, device: Any) -> None:
         self._device = device
-        self._is_cpu, self._index = parse_device(device)
+        self._is_cpu, self._index = parse_device(device)  # torch's index of a GPU; None: all
         self._shares_gpu = False  # whether torch has one GPU, which several ranks may share
         if self._index is not None:  # without an index, torch would start CUDA to return its current device
             cuda_index(device)
@@ -50,13 +50,13 @@ class MonitoredDevices:
         Without a GPU, the sensors of the host are measured for any device, as by the other instruments. They do not
         stand for a GPU that cannot be read, if this GPU was asked for.
         """
-        own = [n for n, device in enumerate(facts) if device and not device.get("only_power")]
-        gpus = [n for n in own if facts[n].get("is_gpu")]
+        measured = [n for n, device in enumerate(facts) if device and not device.get("only_power")]
+        gpus = [n for n in measured if facts[n].get("is_gpu")]
         if self._device is None:
-            return own
+            return measured
         if self._is_cpu or not gpus:
-            is_hidden = not self._is_cpu and any(_reasons_about_gpus(facts[n]) for n in own)
-            return [] if is_hidden else [n for n in own if n not in gpus]
+            has_unread_gpu = not self._is_cpu and any(_reasons_about_gpus(facts[n]) for n in measured)
+            return [] if has_unread_gpu else [n for n in measured if n not in gpus]
         if self._index is None or self._shares_gpu:
             return gpus
         return [n for n in gpus if facts[n].get("torch_index") == self._index]
@@ -67,18 +67,18 @@ class MonitoredDevices:
     def why_unmeasured(self, facts: Facts, unavailable: Sequence[str]) -> str:
         """Return why no energy was measured, in one line."""
         chosen = self.positions(facts)
-        own = [device for device in facts if device and not device.get("only_power")]
-        if not chosen and not own:
+        measured = [device for device in facts if device and not device.get("only_power")]
+        if not chosen and not measured:
             return one_line("; ".join(unavailable)) or "this rank has no device that effllm can read"
         if not chosen:
-            hidden = [text for device in own for text in _reasons_about_gpus(device)]
-            names = ", ".join(dict.fromkeys(_name_with_index(device) for device in own))
-            return one_line(hidden[0] if hidden else f"device={self._device!r} was requested; the agent reads {names}")
-        reasons = [str(text) for n in chosen for text in facts[n].get("not_measured", ())]
+            texts = [text for device in measured for text in _reasons_about_gpus(device)]
+            names = ", ".join(dict.fromkeys(_name_with_index(device) for device in measured))
+            return one_line(texts[0] if texts else f"device={self._device!r} was requested; the agent reads {names}")
+        unmeasured = [str(text) for n in chosen for text in facts[n].get("not_measured", ())]
         # A reason about the GPU comes first, because it explains why the sensors of the host were read.
-        about = [text for n in chosen for text in _reasons_about_gpus(facts[n])]
-        about += [text for text in reasons if "energy" in text]
-        first = about[0].removeprefix("energy: ") if about else f"{self.names(facts)} has no reading of energy here"
+        reasons = [text for n in chosen for text in _reasons_about_gpus(facts[n])]
+        reasons += [text for text in unmeasured if "energy" in text]
+        first = reasons[0].removeprefix("energy: ") if reasons else f"{self.names(facts)} has no reading of energy here"
         return one_line(first)
 
 
@@ -149,11 +149,11 @@ class RobustGPUMonitor:
         self._collector: MetricsCollector = get_metrics_collector()
         self._chain: SpanChain | None = None
         self.is_monitoring = False  #: whether the monitor was started and not stopped
-        self._owns_agent = False
-        self._begin_ns = 0
-        self._baseline_spans: set[int] = set()
-        self._spans: deque[SpanReadings] = deque(maxlen=MAX_KEPT)
-        self._untaken: deque[SpanReadings] = deque(maxlen=MAX_KEPT)
+        self._owns_agent = False  # whether this monitor started the agent
+        self._begin_ns = 0  # of the first span, on the monotonic clock
+        self._baseline_requests: set[int] = set()  # numbers of the spans of which the baseline is taken
+        self._spans: deque[SpanReadings] = deque(maxlen=MAX_KEPT)  # the newest answered spans
+        self._untaken: deque[SpanReadings] = deque(maxlen=MAX_KEPT)  # those that `take` has not returned yet
         self._warn_once = UserWarnings()
         self.baseline = Baseline()
         self.total = SpanReadings()  #: the readings of all spans with an answer
@@ -183,7 +183,7 @@ class RobustGPUMonitor:
         self._chain, self.is_monitoring = chain, True
         self._spans.clear()
         self._untaken.clear()
-        self._baseline_spans.clear()
+        self._baseline_requests.clear()
         self.markers.clear()
         self.total, self.baseline = SpanReadings(), Baseline()
         self._begin_ns = chain.last_end_ns
@@ -227,7 +227,7 @@ class RobustGPUMonitor:
         for span in spans:
             parts = (part for part in span.parts if part.device in chosen)
             readings = SpanReadings.of(parts, span.start_ns, span.end_ns, span.number)
-            if span.number in self._baseline_spans:
+            if span.number in self._baseline_requests:
                 self.baseline = Baseline.of(readings, MIN_BASELINE_S)
                 continue
             self.total = self.total.then(readings)
@@ -240,7 +240,7 @@ class RobustGPUMonitor:
         """Request the mean power in the last 5 s, from the samples that exist; nothing waits."""
         if self._chain is not None and self._has_baseline:
             end_ns = time.monotonic_ns()
-            self._baseline_spans.add(self._chain.request_past_span(max(end_ns - int(BASELINE_S * 1e9), 1), end_ns))
+            self._baseline_requests.add(self._chain.request_past_span(max(end_ns - int(BASELINE_S * 1e9), 1), end_ns))
 
     def wait(self, wait_s: float) -> None:
         """Wait for the answers of all requested spans, at most ``wait_s``; for use after the training."""
@@ -256,9 +256,9 @@ class RobustGPUMonitor:
         """End the running span and begin the next span at the current time; return this time as unix time."""
         self.cut()
         edge_ns = self._chain.last_end_ns if self._chain is not None else time.monotonic_ns()
-        at_s = unix_s(edge_ns)
-        self.markers.append({"name": str(name), "timestamp": at_s})
-        return at_s
+        edge_unix_s = unix_s(edge_ns)
+        self.markers.append({"name": str(name), "timestamp": edge_unix_s})
+        return edge_unix_s
 
     def get_metrics_since_timestamp(self, timestamp: float, wait_s: float = 0.0) -> EnergyMetrics:
         """Return the energy of the answered spans since a time; this call ends the running span and begins the next.
@@ -274,11 +274,11 @@ class RobustGPUMonitor:
             self.wait(wait_s)
         self._read_answers()
         since_ns = int(timestamp * 1e9) - unix_minus_monotonic_ns() - _NEAR_NS
-        whole = SpanReadings()
+        combined = SpanReadings()
         for readings in self._spans:
             if readings.start_ns >= since_ns:
-                whole = whole.then(readings)
-        return self.metrics(whole)
+                combined = combined.then(readings)
+        return self.metrics(combined)
 
     def metrics(self, readings: SpanReadings, step: int = 0, epoch: float = 0.0) -> EnergyMetrics:
         return EnergyMetrics(

@@ -14,7 +14,7 @@ from effllm.instruments._number import number
 from effllm.instruments.energy import EnergyMetrics
 from effllm.records.spans import NAN
 
-#: The world's mean carbon intensity in kg/kWh that some trackers assume; used only if ``document`` is requested.
+#: The world's mean carbon intensity that some trackers assume; used only for ``carbon_intensity="document"``.
 DOCUMENT_KG_PER_KWH = 0.5
 FILES = ("energy_step_history", "energy_interval_history", "energy_monitoring_summary", "robust_gpu_energy")
 
@@ -81,8 +81,8 @@ def final_values(steps: SpanReadings, epochs: float, intensity_kg_per_kwh: float
 
 def history_entry(metrics: EnergyMetrics, steps: SpanReadings, baseline: Baseline) -> dict[str, Any]:
     """Return an entry of a history: the fields of the metrics, the amounts of energy, the number of steps."""
-    about = {"steps": steps.num_spans, "energy_efficiency": steps.efficiency}
-    return {**dataclasses.asdict(metrics), **energy_amounts(steps, baseline), **about}
+    of_steps = {"steps": steps.num_spans, "energy_efficiency": steps.efficiency}
+    return {**dataclasses.asdict(metrics), **energy_amounts(steps, baseline), **of_steps}
 
 
 def report(steps: SpanReadings, epochs: float, intensity_kg_per_kwh: float | None, language: str = "en") -> str:
@@ -105,8 +105,8 @@ def report(steps: SpanReadings, epochs: float, intensity_kg_per_kwh: float | Non
     return "\n".join([f"{title}:", *(f"• {label}: {value}" for label, value in zip(labels, values, strict=True))])
 
 
-def _format_measured(value: float, shape: str, missing: str) -> str:
-    return missing if math.isnan(value) else shape.format(value)
+def _format_measured(value: float, form: str, missing: str) -> str:
+    return missing if math.isnan(value) else form.format(value)
 
 
 def checked_intensity(kg_per_kwh: float | None, name: str | None) -> float | None:

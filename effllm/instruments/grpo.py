@@ -22,7 +22,8 @@ class GRPOMetricsTracker(MetricTracker):
         super().__init__()
         self._rewards = Statistics(max_recent=1)
         self._group_std = Statistics(max_recent=1)
-        self._by_place: list[Statistics] = []
+        self._by_place: list[Statistics] = []  # of the best reward of each group, then of the second, and so on
+        # Groups with a finite reward, groups without one, groups of equal rewards; rewards that are not numbers.
         self._num_groups = self._num_empty = self._num_equal = self._num_missing = 0
 
     def update_grpo_step(
@@ -99,7 +100,7 @@ class GRPOMetricsTracker(MetricTracker):
             "equal_groups": self._num_equal,
             "missing_rewards": self._num_missing,
             "not_finite": dict(rewards.not_finite),
-            "rank_distribution": {str(place): rewards.moments.mean for place, rewards in enumerate(self._by_place, 1)},
+            "rank_distribution": {str(n): of_place.moments.mean for n, of_place in enumerate(self._by_place, 1)},
         }
 
 

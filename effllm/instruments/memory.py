@@ -42,10 +42,10 @@ class GPUMemoryProfiler:
         self.device = device
         self._index = cuda_index(device)
         self._baseline_bytes: float | None = None
-        self._allocated = Statistics(max_recent=1)
+        self._allocated_bytes = Statistics(max_recent=1)
         self._peak_bytes = 0.0
-        self._trends: dict[str, MemoryBlocks] = {}
-        self._is_checked, self._warn_once = False, UserWarnings()
+        self._trends: dict[str, MemoryBlocks] = {}  # by tag
+        self._is_device_checked, self._warn_once = False, UserWarnings()  # see `warn_of_other_device`
 
     @property
     def memory_of(self) -> str:
@@ -59,8 +59,8 @@ class GPUMemoryProfiler:
             tag: name of the place in the loop; a trend compares only measurements with the same tag.
             iteration: number of the iteration; by default, the number of measurements with this tag.
         """
-        allocated, reserved, max_allocated, max_reserved = self._read_bytes()
-        self._allocated.add(allocated)
+        allocated, reserved, max_allocated, max_reserved = self._read_memory()
+        self._allocated_bytes.add(allocated)
         if math.isnan(allocated):  # a system without /proc, or a device without statistics
             return dict.fromkeys(("allocated_gb", "reserved_gb", "max_allocated_gb", "max_reserved_gb"), NAN)
         self._peak_bytes = max(self._peak_bytes, max_allocated, allocated)
@@ -77,7 +77,7 @@ class GPUMemoryProfiler:
 
     def set_baseline(self) -> float:
         """Take the memory in use now as the baseline, and drop the trend so far; return the baseline in GB."""
-        self._baseline_bytes = self._read_bytes()[0]
+        self._baseline_bytes = self._read_memory()[0]
         self._trends = {}
         return self._baseline_bytes / GB
 
@@ -115,7 +115,7 @@ class GPUMemoryProfiler:
     def get_summary(self) -> dict[str, Any]:
         """Return peak and mean of the allocated memory and the baseline in GB, and the trend; NaN if not measured."""
         trend = self.trend()
-        allocated = self._allocated.moments
+        allocated = self._allocated_bytes.moments
         is_measured = allocated.count > 0
         summary: dict[str, Any] = {
             "memory_of": self.memory_of,
@@ -129,13 +129,13 @@ class GPUMemoryProfiler:
             summary["is_growing"] = trend.is_growing
         return summary
 
-    def _read_bytes(self) -> tuple[float, float, float, float]:
-        """Return allocated and reserved bytes and their peaks."""
+    def _read_memory(self) -> tuple[float, float, float, float]:
+        """Return allocated bytes, reserved bytes, and the peaks of both; NaN if they cannot be read."""
         if self._index is None:
             return _process_memory()
         cuda: Any = sys.modules["torch"].cuda
-        if not self._is_checked:
-            self._is_checked = warn_of_other_device(self._index)
+        if not self._is_device_checked:
+            self._is_device_checked = warn_of_other_device(self._index)
         if not has_context(self._index):
             return NAN, NAN, NAN, NAN
         try:
@@ -156,15 +156,15 @@ _STATUS_LINES = re.compile(rb"^(RssAnon|VmRSS|VmHWM):\s*(\d+) kB$", re.MULTILINE
 
 
 def _process_memory() -> tuple[float, float, float, float]:
-    """Return private and resident bytes of this process, and the peaks; the kernel keeps no peak of private bytes."""
+    """Return private and resident bytes of this process, and their peaks; the kernel keeps no peak of private bytes."""
     sizes: dict[bytes, float] = {}
     with contextlib.suppress(OSError, ValueError):
         # With cold caches this takes 75 us, and `Path.read_bytes` takes 166 us.
-        status = os.open("/proc/self/status", os.O_RDONLY | os.O_CLOEXEC)
+        fd = os.open("/proc/self/status", os.O_RDONLY | os.O_CLOEXEC)
         try:
-            sizes = {name: float(kilobytes) * 1024 for name, kilobytes in _STATUS_LINES.findall(os.read(status, 8192))}
+            sizes = {name: float(kilobytes) * 1024 for name, kilobytes in _STATUS_LINES.findall(os.read(fd, 8192))}
         finally:
-            os.close(status)
+            os.close(fd)
     resident = sizes.get(b"VmRSS", NAN)
     private = sizes.get(b"RssAnon", resident)
     return private, resident, private, sizes.get(b"VmHWM", resident)

@@ -38,7 +38,7 @@ class TrainingLogger:
         self.metrics = MetricTracker()
         self.scores = ScoreDistributionTracker(min_score, max_score)
         self._has_scores = False
-        self._began_s = time.monotonic()
+        self._start_s = time.monotonic()
 
     def log_step(self, step: int, metrics: Mapping[str, Any], scores: Iterable[Any] | None = None) -> None:
         """Add the metrics of a step and its scores."""
@@ -57,7 +57,7 @@ class TrainingLogger:
             ValueError: the name cannot be part of a file's name.
         """
         name = f"{self._name}_{_file_part(checkpoint_name, 'checkpoint_name')}.json"
-        return write_json(self._folder / name, {"checkpoint": checkpoint_name, **self._body()})
+        return write_json(self._folder / name, {"checkpoint": checkpoint_name, **self._statistics()})
 
     def export_all(self) -> Path:
         """Write the statistics and the newest values of each metric to ``EXPERIMENT_metrics.json``; return its path.
@@ -69,13 +69,13 @@ class TrainingLogger:
             OSError: the file cannot be written.
         """
         raw = {name: self.metrics.get_recent(name) for name in self.metrics.names}
-        return write_json(self._folder / f"{self._name}_metrics.json", {**self._body(), "raw_metrics": raw})
+        return write_json(self._folder / f"{self._name}_metrics.json", {**self._statistics(), "raw_metrics": raw})
 
-    def _body(self) -> dict[str, Any]:
+    def _statistics(self) -> dict[str, Any]:
         return {
             "experiment_name": self._name,
             "timestamp": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-            "duration_s": time.monotonic() - self._began_s,
+            "duration_s": time.monotonic() - self._start_s,
             "last_step": self.metrics.last_step,
             "metric_summaries": {name: self.metrics.get_summary(name) for name in self.metrics.names},
             "score_distribution": self.scores.get_distribution() if self._has_scores else None,
@@ -83,7 +83,7 @@ class TrainingLogger:
 
 
 def _file_part(name: str, argument: str) -> str:
-    """Return a name that can be part of a file's name; a file whose name has a slash could be outside the folder."""
+    """Return the name; `ValueError` for a name that cannot be part of a file's name, or could leave the folder."""
     if not name or "/" in name or "\0" in name or name in (".", ".."):
         raise ValueError(f"{argument}={name!r} must be a name without '/'")
     return name

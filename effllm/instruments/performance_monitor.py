@@ -46,16 +46,16 @@ class PerformanceMonitor:
         self._device_id = device_id
         self._throughput_name: str | None = None
         self._parameters: int | None = None
-        self._compression: tuple[float, float, float, float] | None = None
+        self._compression: tuple[float, float, float, float] | None = None  # arguments of `set_compression_info`
         self._started_s: float | None = None
         self._ended_s: float | None = None
-        self._last_s = 0.0  # end of the last request
+        self._last_request_s = 0.0  # end of the last request
         self._has_started_metrics = False
         self._requests = self._tokens = self._samples = self._generated_tokens = 0
-        self._stated_s = 0.0
+        self._stated_s = 0.0  # sum of the times that were passed to `record_request`
         self._assumed_s = 0.0  # for requests without a time: sum of the times since the previous request
         self._num_assumed = 0
-        self._measured: tuple[float, float, float] = (NAN, NAN, NAN)
+        self._amu, self._pcu, self._aec = NAN, NAN, NAN  # as the agent last published them
 
     def start(self) -> None:
         """Start the metrics, unless they already run; a second start does nothing."""
@@ -66,7 +66,7 @@ class PerformanceMonitor:
             lambda: InferenceProcess({"framework": "PerformanceMonitor"}, self._parameters, self._gpus())
         )
         self._has_started_metrics = not was_collecting and get_metrics_collector().is_collecting
-        self._started_s = self._last_s = time.monotonic()
+        self._started_s = self._last_request_s = time.monotonic()
 
     def stop(self) -> None:
         """Stop the metrics if `start` started them, and wait up to 5 s for the last values."""
@@ -75,7 +75,7 @@ class PerformanceMonitor:
         self._ended_s = time.monotonic()
         if self._has_started_metrics:
             get_metrics_collector().stop_collection()
-        self._read_measured()
+        self._update_agent_values()
 
     def set_scenario(self, scenario: str, model_parameters: int | None = None) -> None:
         """Choose the throughput: TT of pretraining, ST of fine-tuning, IT of inference.
@@ -121,8 +121,8 @@ class PerformanceMonitor:
             communication_time: seconds of communication in the request.
         """
         self.start()
-        now_s, since_s = time.monotonic(), self._last_s
-        self._last_s = now_s
+        now_s, since_s = time.monotonic(), self._last_request_s
+        self._last_request_s = now_s
         counts = [to_count(count) for count in (tokens, samples, generated_tokens)]
         times = [_number_or_none(duration) for duration in (computation_time, communication_time)]
         if None in counts or None in times:
@@ -133,32 +133,31 @@ class PerformanceMonitor:
                 stacklevel=2,
             )
         all_tokens, all_samples, generated = (count or 0 for count in counts)
-        took_s = sum(duration or 0.0 for duration in times)
+        request_s = sum(duration or 0.0 for duration in times)
         self._requests += 1
         self._tokens += all_tokens
         self._samples += all_samples
         self._generated_tokens += generated
-        if took_s > 0:
-            self._stated_s += took_s
+        if request_s > 0:
+            self._stated_s += request_s
         else:
             self._num_assumed += 1
             self._assumed_s += now_s - since_s
         record_request(
-            max(all_tokens - generated, 0), generated, took_s if took_s > 0 else None, samples=all_samples or 1
+            max(all_tokens - generated, 0), generated, request_s if request_s > 0 else None, samples=all_samples or 1
         )
 
     def get_metrics(self) -> dict[str, float]:
         """Return the values measured so far; ``nan`` for a value that is not measured."""
         if self._ended_s is None:
-            self._read_measured()
-        amu, pcu, aec = self._measured
-        began_s = self._started_s
-        latency = self._stated_s / self._requests if self._requests and not self._num_assumed else NAN
-        metrics = {"AMU": amu, "PCU": pcu, "AL": latency, "AEC": aec, "MCR": self._mcr()}
+            self._update_agent_values()
+        latency_s = self._stated_s / self._requests if self._requests and not self._num_assumed else NAN
+        metrics = {"AMU": self._amu, "PCU": self._pcu, "AL": latency_s, "AEC": self._aec, "MCR": self._mcr()}
         if self._throughput_name is not None:
             metrics[self._throughput_name] = self._throughput(self._throughput_name)
         ended_s = time.monotonic() if self._ended_s is None else self._ended_s
-        return {**metrics, "total_time": NAN if began_s is None else ended_s - began_s, "num_requests": self._requests}
+        time_s = NAN if self._started_s is None else ended_s - self._started_s
+        return {**metrics, "total_time": time_s, "num_requests": self._requests}
 
     def save(self, path: str | Path) -> None:
         """Write the metrics as JSON, with ``null`` for missing values; a folder gets ``performance_metrics.json``."""
@@ -168,7 +167,7 @@ class PerformanceMonitor:
     def _throughput(self, name: str) -> float:
         time_s = self._stated_s + self._assumed_s
         count = {"TT": self._tokens, "ST": self._samples, "IT": self._generated_tokens}[name]
-        parameters = 1 if name == "IT" else self._parameters
+        parameters = 1 if name == "IT" else self._parameters  # only TT and ST are per parameter
         return count / parameters / time_s if count and parameters and time_s > 0 else NAN
 
     def _mcr(self) -> float:
@@ -177,9 +176,9 @@ class PerformanceMonitor:
         original_size, compressed_size, original_perf, compressed_perf = self._compression
         return (original_size / compressed_size) * (compressed_perf / original_perf)
 
-    def _read_measured(self) -> None:
-        seen = get_metrics_collector().get_all_metrics()
-        self._measured = (seen.amu, seen.pcu, seen.aec)
+    def _update_agent_values(self) -> None:
+        values = get_metrics_collector().get_all_metrics()
+        self._amu, self._pcu, self._aec = values.amu, values.pcu, values.aec
 
     def _gpus(self) -> Sequence[int]:
         """Return the GPUs of CUDA_VISIBLE_DEVICES; else the GPUs on which torch has memory; else ``device_id``."""
@@ -188,9 +187,9 @@ class PerformanceMonitor:
             return range(len(visible.split(",")))
         cuda: Any = getattr(sys.modules.get("torch"), "cuda", None)
         if cuda is not None and cuda.is_initialized():
-            used = [index for index in range(cuda.device_count()) if cuda.memory_reserved(index)]
-            if used:
-                return used
+            with_memory = [index for index in range(cuda.device_count()) if cuda.memory_reserved(index)]
+            if with_memory:
+                return with_memory
         return [self._device_id]
 
 
@@ -232,5 +231,5 @@ class PerformanceMonitorContext:
 
 def _number_or_none(value: Any) -> float | None:
     """Return a value as a finite number of at least 0; ``None`` if it is invalid."""
-    read = number(value)
-    return read if read is not None and 0 <= read < math.inf else None
+    as_float = number(value)
+    return as_float if as_float is not None and 0 <= as_float < math.inf else None

@@ -106,7 +106,7 @@ class ThroughputTracker:
     def __init__(self, window_size: int = 100) -> None:
         if window_size < 1:
             raise ValueError(f"window_size={window_size} must be at least 1")
-        self._first_s = 0.0  # start of the time
+        self._first_s = 0.0  # start of the measured time
         self._samples = self._tokens = 0.0  # of all updates
         # The time of each update with its samples and tokens; NaN for a number that could not be read.
         self._recent: deque[tuple[float, float, float]] = deque(maxlen=window_size + 1)
@@ -157,26 +157,25 @@ class ThroughputTracker:
 
 
 class _Timer:
-    __slots__ = ("in_block", "is_open", "num_not_measured", "pending", "record_as", "start", "statistics")
+    __slots__ = ("in_block", "is_started", "num_not_measured", "pending", "start", "statistics", "value_name")
 
     def __init__(self, name: str) -> None:
         self.statistics = Statistics(MAX_RECENT)
-        self.record_as = f"timing/{name}_seconds"
-        self.is_open = self.in_block = False
+        self.value_name = f"timing/{name}_seconds"  # name of the times in the run folder
+        self.is_started = self.in_block = False  # in_block: inside of `TrainingTimer.time`
         self.start: Any = None  # a time in ns, or an event
-        self.pending: deque[tuple[Any, Any]] = deque()
+        self.pending: deque[tuple[Any, Any]] = deque()  # events of starts and stops that the device has not reached
         self.num_not_measured = 0
 
     def add(self, seconds: float) -> None:
         self.statistics.add(seconds)
-        record(self.record_as, seconds)
+        record(self.value_name, seconds)
 
 
 class TrainingTimer:
     """Times named parts of an iteration, with calls, with ``with timer.time(name):``, or with ``@timer.time(name)``.
 
-    On a GPU each start and stop records an event. The time of an event is read after the GPU has reached it, without a
-    wait.
+    On a GPU each start and stop records an event, whose time is read without a wait, after the GPU has reached it.
     Timers of different names may be nested.  Of nested blocks of one name, only the outermost block counts.  A second
     `start` before the stop replaces the first start, so that the time of a step that raised an exception is left out.
 
@@ -193,9 +192,9 @@ class TrainingTimer:
         self._index = cuda_index(device)
         self._sync = sync
         self._timers: dict[str, _Timer] = {}
-        self._unused_events: list[Any] = []
+        self._unused_events: list[Any] = []  # for further starts and stops
         self._warn_once = UserWarnings()
-        self._is_checked = False
+        self._is_device_checked = False  # see `warn_of_other_device`
 
     def start(self, name: str) -> None:
         """Begin a part."""
@@ -205,18 +204,18 @@ class TrainingTimer:
                 self._warn_once(f"more than {MAX_NAMES} timers: {name} is not measured")
                 return
             timed = self._timers[name] = _Timer(name)
-        if timed.is_open:
+        if timed.is_started:
             self._warn_once(f"timer {name} was started twice without a stop; the first start does not count")
-        timed.is_open = True
+        timed.is_started = True
         timed.start = time.monotonic_ns() if self._index is None else self._record_event()
 
     def stop(self, name: str) -> float:
         """End a part; return its seconds, or NaN if they are not known yet, as on a GPU without ``sync``."""
         timed = self._timers.get(name)
-        if timed is None or not timed.is_open:
+        if timed is None or not timed.is_started:
             self._warn_once(f"timer {name} was stopped without a start; this stop is ignored")
             return NAN
-        timed.is_open = False
+        timed.is_started = False
         if self._index is None:
             seconds: float = (time.monotonic_ns() - timed.start) * 1e-9
             timed.add(seconds)
@@ -251,10 +250,10 @@ class TrainingTimer:
         This call sorts the newest times of each timer on the calling thread: call it after an epoch, not in every step.
         """
         for timed in self._timers.values():
-            self._add_passed(timed)
-        whole = self._timers.get(ITERATION)
-        total_s = whole.statistics.moments.total if whole is not None else 0.0
-        return {name: _summary(timed, total_s) for name, timed in self._timers.items()}
+            self._add_reached_times(timed)
+        iteration = self._timers.get(ITERATION)
+        iterations_s = iteration.statistics.moments.total if iteration is not None else 0.0
+        return {name: _summary(timed, iterations_s) for name, timed in self._timers.items()}
 
     # --- on a GPU ---
 
@@ -272,21 +271,21 @@ class TrainingTimer:
         return event
 
     def _stop_on_device(self, timed: _Timer) -> float:
-        self._add_passed(timed)
+        self._add_reached_times(timed)
         start, timed.start = timed.start, None
         end = self._record_event() if start is not None and len(timed.pending) < MAX_PENDING else None
-        if not self._is_checked:
-            self._is_checked = warn_of_other_device(self._index or 0)
+        if not self._is_device_checked:
+            self._is_device_checked = warn_of_other_device(self._index or 0)
         if end is None:
             timed.num_not_measured += 1
             return NAN
         timed.pending.append((start, end))
         if not self._sync:
             return NAN
-        return timed.statistics.recent[-1] if self._add_passed(timed, wait_for=end) else NAN
+        return timed.statistics.recent[-1] if self._add_reached_times(timed, wait_for=end) else NAN
 
-    def _add_passed(self, timed: _Timer, wait_for: Any = None) -> bool:
-        """Add the times whose events the device has passed; ``False`` if an event cannot be read."""
+    def _add_reached_times(self, timed: _Timer, wait_for: Any = None) -> bool:
+        """Add the times whose events the device has reached; ``False`` if an event cannot be read."""
         try:
             if wait_for is not None:
                 wait_for.synchronize()
@@ -306,8 +305,8 @@ class TrainingTimer:
         self._warn_once(f"times on cuda:{self._index} cannot be read and are not measured: {first_line(error)}")
 
 
-def _summary(timed: _Timer, total_s: float) -> dict[str, Any]:
-    moments, shown = timed.statistics.moments, percentiles_of(timed.statistics, timed.record_as)
+def _summary(timed: _Timer, iterations_s: float) -> dict[str, Any]:
+    moments, shown = timed.statistics.moments, percentiles_of(timed.statistics, timed.value_name)
     summary = {
         "count": moments.count,
         "mean_sec": moments.mean,
@@ -319,7 +318,7 @@ def _summary(timed: _Timer, total_s: float) -> dict[str, Any]:
         "percentiles_of": shown["percentiles_of"],
         "percentiles_are": shown["percentiles_are"],
         "total_sec": moments.total,
-        "share_of_iteration": moments.total / total_s if total_s > 0 else NAN,
+        "share_of_iteration": moments.total / iterations_s if iterations_s > 0 else NAN,
     }
     missing = timed.num_not_measured + len(timed.pending)
     return {**summary, "not_measured": missing} if missing else summary

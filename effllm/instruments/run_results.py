@@ -55,8 +55,8 @@ def _read(folder: Path) -> RunResults:
     summary = json.loads((folder / "summary.json").read_bytes())
     if not summary["is_over"]:
         return RunResults(status=summary["status"], not_measured=["the summary of the run is not complete yet"])
-    last = _last_totals(folder)
-    run, job = last["run"], last["job"]
+    totals = _last_totals(folder)
+    run, job = totals["run"], totals["job"]
     results = RunResults(status=summary["status"], is_simulated=summary["simulated"])
     results.values = {
         "tokens_processed": run.get("tokens") or None,
@@ -89,10 +89,10 @@ def _energy_columns(run: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _memory_columns(run: dict[str, Any], job: dict[str, Any], gpus: int) -> dict[str, Any]:
+def _memory_columns(run: dict[str, Any], job: dict[str, Any], num_gpus: int) -> dict[str, Any]:
     """Return the memory of GPUs; without GPUs the readings are the memory of processes, which is not VRAM."""
     peak, mean = job.get("memory_peak_bytes"), run.get("memory_mean_bytes")
-    if not gpus:
+    if not num_gpus:
         return {}
     return {"vram_peak_MB": peak / MB if peak else None, "vram_avg_MB": mean / MB if mean else None}
 
@@ -107,8 +107,7 @@ def _why_not_measured(folder: Path, summary: dict[str, Any], run: dict[str, Any]
     reasons += [text for text in summary["not_measured"] if text.startswith("GPU")]
     reasons += [text for text in summary["not_measured"] if text.startswith("energy")]
     if values.get("energy_J") is None and not any(text.startswith("energy") for text in reasons):
-        why = _no_device_event(folder) or "a part of the iterations has no measured energy"
-        reasons.append(f"energy: {why}")
+        reasons.append(f"energy: {_no_device_event(folder) or 'a part of the iterations has no measured energy'}")
     return reasons
 
 
@@ -138,7 +137,7 @@ def _last_totals(folder: Path) -> dict[str, Any]:
 
 def _warmup_s(folder: Path) -> float:
     """Return the iteration time of the warm-up, whose windows run-to-date values exclude."""
-    seconds: dict[tuple[int, int], float] = {}
+    seconds: dict[tuple[int, int], float] = {}  # by attempt and window: a later line corrects an earlier one
     for line in (json.loads(text) for path in _window_files(folder) for text in lines_of(path)):
         if not line.get("warming_up"):
             break

@@ -35,7 +35,7 @@ class CountingCollator:
         self.collator = collator
         self.batches = 0  #: number of batches that arrived
         self._sums: list[Any] = [0, 0, 0, 0]  # samples, positions, tokens, tokens with a label; tensors on a GPU
-        self._has_text = self._has_unknown = False
+        self._has_text = self._has_unknown = False  # whether a batch had text, or could not be counted
         self._warn_once = UserWarnings()
 
     def __call__(self, features: Any) -> Any:

@@ -40,21 +40,21 @@ class MetricTracker:
 
         NaN and infinite values are counted and left out of all statistics.  A tensor on a GPU is not read.
         """
-        read = value if type(value) is float else number(value)
+        as_float = value if type(value) is float else number(value)
         statistics = self._metrics.get(name)
-        if read is None or statistics is None:
-            statistics = self._add_metric(name, value, read)
-            if read is None or statistics is None:
+        if as_float is None or statistics is None:
+            statistics = self._add_metric(name, value, as_float)
+            if as_float is None or statistics is None:
                 return
-        statistics.add(read)
-        record(name, read)
+        statistics.add(as_float)
+        record(name, as_float)
         if step is not None:
             new_step = step if type(step) is int and 0 <= step < MAX_WHOLE else to_count(step)
             self.last_step = self.last_step if new_step is None else new_step
 
-    def _add_metric(self, name: str, value: Any, read: float | None) -> Statistics | None:
+    def _add_metric(self, name: str, value: Any, as_float: float | None) -> Statistics | None:
         """Return the statistics of a new name; ``None``, with a warning, for no number or too many names."""
-        if read is None:
+        if as_float is None:
             line = f"metric {name}: {type(value).__name__} is not a number in CPU memory; pass loss.item()"
             self._warn_once(line, f"no number: {name}")
             return None
