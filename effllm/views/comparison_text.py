@@ -23,15 +23,14 @@ from effllm.views.text.numbers import readable
 _SPECIAL = re.compile(r"([\\`*_{}\[\]()<>#!|~$&@]|(?<=\w):(?=//)|(?<=www)\.)")
 
 SCHEMA_VERSION = 1
-MAX_SETTINGS = 12
-MAX_WIDTH = 1000
-#: Letters of the name of a metric in a line of a narrow table.
-NARROW_NAME = 20
-MAX_NAMES = 10
+MAX_SETTINGS = 12  # shown differing settings of a side
+MAX_WIDTH = 1000  # in which the width of a table is measured
+NARROW_NAME = 20  # letters of the name of a metric in a line of a narrow table
+MAX_NAMES = 10  # shown runs that were left out for one reason
 
 
 class ComparedSide(NamedTuple):
-    """One side against the first side."""
+    """One side (the runs of one configuration) against the first side."""
 
     side: Side
     metrics: Sequence[MetricComparison]
@@ -44,7 +43,7 @@ class ComparisonPage(NamedTuple):
 
     first: Side
     others: Sequence[ComparedSide]
-    left_out: Sequence[str]
+    left_out: Sequence[str]  # "folder: reason" of each run
     answers: Sequence[ConditionAnswer]
     level: float  # of the intervals
 
@@ -86,8 +85,8 @@ def _narrow_table(rows: Sequence[MetricComparison]) -> Table:
 
 def _in_two_lines(name: str) -> str:
     """Return a name with a line break after the last underscore of its first `NARROW_NAME` letters."""
-    at = name.rfind("_", 0, NARROW_NAME) + 1 if len(name) > NARROW_NAME else 0
-    return f"{name[:at]}\n{name[at:]}" if at else name
+    end = name.rfind("_", 0, NARROW_NAME) + 1 if len(name) > NARROW_NAME else 0
+    return f"{name[:end]}\n{name[end:]}" if end else name
 
 
 #: Names of the columns of a table of metrics.
@@ -176,10 +175,10 @@ def _percent_digits(share: float, sign: str = "") -> str:
 
 def _evidence_lines(rows: Sequence[MetricComparison]) -> list[str]:
     """Return the evidence in sentences; metrics with the same sentence share a line."""
-    reasons: dict[str, list[str]] = {}
+    metrics_by_sentence: dict[str, list[str]] = {}
     for row in rows:
-        reasons.setdefault(_evidence_sentence(row), []).append(row.metric)
-    return [f"{', '.join(names)}: {sentence}" for sentence, names in reasons.items() if sentence]
+        metrics_by_sentence.setdefault(_evidence_sentence(row), []).append(row.metric)
+    return [f"{', '.join(names)}: {sentence}" for sentence, names in metrics_by_sentence.items() if sentence]
 
 
 def _evidence_sentence(row: MetricComparison) -> str:
@@ -197,18 +196,18 @@ def _evidence_sentence(row: MetricComparison) -> str:
 
 def _setting_lines(other: ComparedSide) -> list[str]:
     shown = [f"differs: {one_line(diff.name)}: A {diff.a}; B {diff.b}" for diff in other.settings[:MAX_SETTINGS]]
-    rest = len(other.settings) - len(shown)
-    return [*shown, f"{rest} more settings differ (--json lists them)"] if rest > 0 else shown
+    num_more = len(other.settings) - len(shown)
+    return [*shown, f"{num_more} more settings differ (--json lists them)"] if num_more > 0 else shown
 
 
 def left_out_lines(left_out: Sequence[str]) -> list[str]:
     """Return a line for each run that was left out; runs with the same reason share a line with their names."""
-    reasons: dict[str, list[str]] = {}
+    folders_by_reason: dict[str, list[str]] = {}
     for line in left_out:
         folder, _, reason = line.partition(": ")
-        reasons.setdefault(reason, []).append(folder)
+        folders_by_reason.setdefault(reason, []).append(folder)
     lines = []
-    for reason, folders in reasons.items():
+    for reason, folders in folders_by_reason.items():
         names = ", ".join(Path(folder).name for folder in folders[:MAX_NAMES])
         more = f" and {len(folders) - MAX_NAMES:,} more" if len(folders) > MAX_NAMES else ""
         text = f"{len(folders):,} runs: {reason} ({names}{more})" if len(folders) > 1 else f"{folders[0]}: {reason}"
@@ -237,7 +236,7 @@ def _warnings(page: ComparisonPage) -> list[str]:
 def _unfinished_campaign_text(side: Side) -> str:
     """Return a sentence if a campaign has planned more repeats than a side has; "" if not."""
     repeats = [repeat for run in side.runs if (repeat := run.repeat_and_planned())]
-    planned = max((of for _, of in repeats), default=0)
+    planned = max((num_planned for _, num_planned in repeats), default=0)
     if len(repeats) >= planned:
         return ""
     return (
@@ -274,6 +273,6 @@ def markdown_text(text: str) -> str:
 
 def markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
     """Return the lines of a table; the columns after the first are aligned to the right."""
-    lines = [header, ["---", *["---:"] * (len(header) - 1)]]
-    escaped = [[markdown_text(cell) for cell in row] for row in [header, *rows]]
-    return ["| " + " | ".join(row) + " |" for row in [escaped[0], lines[1], *escaped[1:]]]
+    alignments = ["---", *["---:"] * (len(header) - 1)]
+    names, *cells = [[markdown_text(cell) for cell in row] for row in [header, *rows]]
+    return ["| " + " | ".join(row) + " |" for row in [names, alignments, *cells]]

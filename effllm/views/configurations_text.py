@@ -18,7 +18,7 @@ from effllm.store import csv_file
 from effllm.views.comparison_text import markdown_table, markdown_text
 from effllm.views.text.numbers import readable
 
-MAX_WIDTH = 1000
+MAX_WIDTH = 1000  # in which the width of a table is measured
 _LATEX = re.compile(r"[&%$#_{}~^\\]")
 _LATEX_NAMES = {"\\": r"\textbackslash{}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}"}
 
@@ -27,8 +27,8 @@ def table_rows(table: Configurations) -> list[list[str]]:
     """Return the table with its header, each cell as ``12.3 ± 0.4 %``."""
     arrows = [f"{label(metric)} {'↑' if metric.higher_is_better else '↓'}" for metric in table.metrics]
     rows = [["configuration", "runs", *arrows, *(["score"] if table.scores else [])]]
-    for at, (side, cells) in enumerate(zip(table.sides, table.rows, strict=True)):
-        score = table.scores[at] if table.scores else None
+    for row, (side, cells) in enumerate(zip(table.sides, table.rows, strict=True)):
+        score = table.scores[row] if table.scores else None
         scores = ["-" if score is None else f"{score:.3f}"] if table.scores else []
         rows.append([one_line(side.name), str(len(side.runs)), *map(_cell_text, cells), *scores])
     return rows
@@ -87,12 +87,12 @@ def csv_text(table: Configurations) -> str:
     writer = csv.writer(out, lineterminator="\n")
     names = [f"{metric.name}{end}" for metric in table.metrics for end in ("", "_low", "_high")]
     writer.writerow(["configuration", "runs", *names, "score", "in_doubt"])
-    for at, (side, cells) in enumerate(zip(table.sides, table.rows, strict=True)):
+    for row, (side, cells) in enumerate(zip(table.sides, table.rows, strict=True)):
         numbers: list[float | None] = []
         for cell in cells:
             offsets = (None, None) if cell.mean is None or cell.half is None else (-cell.half, cell.half)
             numbers += [cell.mean, *(None if offset is None else (cell.mean or 0.0) + offset for offset in offsets)]
         doubts = " ".join(metric.name for metric, cell in zip(table.metrics, cells, strict=True) if cell.is_in_doubt)
-        score = table.scores[at] if table.scores else None
+        score = table.scores[row] if table.scores else None
         writer.writerow([csv_file.cell(side.name), len(side.runs), *map(csv_file.cell, numbers), score, doubts])
     return out.getvalue().rstrip("\n")

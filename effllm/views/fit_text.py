@@ -34,7 +34,7 @@ class GpuMemory:
 class ModelFit:
     """A model with its estimates."""
 
-    source: str
+    source: str  # file or address of the model's configuration
     notes: tuple[str, ...]
     inference: MemoryEstimate | None
     training: MemoryEstimate | None
@@ -70,6 +70,7 @@ def wrapped(line: str, width: int) -> list[str]:
     """Return a line in parts of at most a width; the basis of a part continues in its column."""
     if len(line) <= width:
         return [line]
+    # A line of a part has a number and two blanks before its basis.
     is_part = len(line) > BASIS_AT and line[BASIS_AT - 2 : BASIS_AT] == "  " and line[BASIS_AT - 3].isdecimal()
     indent = BASIS_AT if is_part else len(line) - len(line.lstrip()) + 2
     return textwrap.wrap(line, max(width, indent + 20), subsequent_indent=" " * indent, break_on_hyphens=False)
@@ -101,9 +102,9 @@ def compatibility_lines(fits: Sequence[ModelFit], gpu: GpuMemory) -> Iterator[st
     for fit in fits:
         for estimate in (fit.inference, fit.training):
             if estimate:
-                word = verdict(estimate.total, gpu.usable_bytes)
+                status = verdict(estimate.total, gpu.usable_bytes)
                 name = f"{one_line(estimate.shape.name)[:24]} ({estimate.plan.mode})"
-                yield f"{name:<36} {_range_text(estimate.total):<25} {SIGNS[word]} {word}"
+                yield f"{name:<36} {_range_text(estimate.total):<25} {SIGNS[status]} {status}"
 
 
 def _part_lines(estimate: MemoryEstimate) -> Iterator[str]:
@@ -114,7 +115,7 @@ def _part_lines(estimate: MemoryEstimate) -> Iterator[str]:
     for part in estimate.parts:
         if part.bytes.high or part.largest:
             yield f"{part.name:<22} {_range_cells(part.bytes)}  {part.basis}"
-            if part.largest and part.largest > 1.01 * part.bytes.high:
+            if part.largest and part.largest > 1.01 * part.bytes.high:  # by more than rounding
                 yield f"{'':<22} up to {part.largest / GB:.2f} GB later in the step, after the activations are freed"
     total = estimate.total
     if total.high == math.inf:
@@ -127,14 +128,14 @@ def _part_lines(estimate: MemoryEstimate) -> Iterator[str]:
 
 
 def _measured_lines(measured: MeasuredStep, estimate: MemoryEstimate) -> Iterator[str]:
-    """Yield the measured step beside the estimate of the same parts, those of a GPU left out."""
+    """Yield the measured step and the estimate of the same parts; parts of a GPU, such as its context, are left out."""
     names = ("weights", "gradients", "optimizer states", "activations", "logits", "optimizer workspace")
-    same = [part for part in estimate.parts if part.name in names]
+    same_parts = [part for part in estimate.parts if part.name in names]
     sizes = _measured_sizes(measured)
     parts = ", ".join(f"{name.replace('_', ' ')} {size / GB:.2f}" for name, size in sizes.items() if name != "peak")
     yield f"measured with fake tensors on one rank, GB: peak {measured.peak / GB:.2f} ({parts})"
     if estimate.shape.has_known_layers and estimate.plan.zero == 0:
-        yield f"estimate of the same parts, GB: {_range_text(total_of(part.bytes for part in same))}"
+        yield f"estimate of the same parts, GB: {_range_text(total_of(part.bytes for part in same_parts))}"
 
 
 def _measured_sizes(measured: MeasuredStep) -> dict[str, int]:
@@ -150,14 +151,14 @@ def _dominant_parts(estimate: MemoryEstimate) -> Iterator[str]:
 
 
 def _change_lines(fit: ModelFit, gpu: GpuMemory) -> Iterator[str]:
-    word = verdict(fit.main_estimate.total, gpu.usable_bytes)
-    yield f"{fit.main_estimate.plan.mode}: {SIGNS[word]} {word}"
-    if word == FITS:
+    status = verdict(fit.main_estimate.total, gpu.usable_bytes)
+    yield f"{fit.main_estimate.plan.mode}: {SIGNS[status]} {status}"
+    if status == FITS:
         return
     if not fit.main_estimate.shape.has_known_layers:
         if fit.main_estimate.total.high < math.inf:
             yield "without formulas no changes are computed: measure --checkpointing full, --lora or a smaller batch"
-        elif word == DOES_NOT_FIT:
+        elif status == DOES_NOT_FIT:
             yield "what the parameters need does not fit: more GPUs (--gpus N --zero 3), or a smaller --precision"
         else:
             yield "the memory of the activations is unknown: --measure counts that of a training step"
@@ -215,11 +216,11 @@ def _range_cells(size: ByteRange) -> str:
 
 def fit_document(fits: Sequence[ModelFit], gpu: GpuMemory | None) -> dict[str, Any]:
     """Return all estimates; sizes are whole bytes."""
-    about = None
+    gpu_fields = None
     if gpu is not None:
         sizes = {"memory_bytes": round(gpu.memory_bytes), "usable_bytes": round(gpu.usable_bytes)}
-        about = {**asdict(gpu), **sizes}
-    return {"schema": SCHEMA, "gpu": about, "models": [_model_document(fit, gpu) for fit in fits]}
+        gpu_fields = {**asdict(gpu), **sizes}
+    return {"schema": SCHEMA, "gpu": gpu_fields, "models": [_model_document(fit, gpu) for fit in fits]}
 
 
 def _model_document(fit: ModelFit, gpu: GpuMemory | None) -> dict[str, Any]:

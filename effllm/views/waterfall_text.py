@@ -23,10 +23,10 @@ class WaterfallUnits(NamedTuple):
 
     @classmethod
     def of(cls, waterfall: Waterfall) -> WaterfallUnits:
-        name, seconds = ("hours", 3600.0) if waterfall.device_seconds >= 3600 * HOURS_FROM_H else ("seconds", 1.0)
-        time = f"{one_line(waterfall.unit)}-{name}", seconds
-        energy = ("", 1.0) if waterfall.joules is None else energy_unit(waterfall.joules)
-        return cls(*time, *energy, any(part.cost is not None for part in waterfall.parts))
+        noun, unit_s = ("hours", 3600.0) if waterfall.device_seconds >= 3600 * HOURS_FROM_H else ("seconds", 1.0)
+        time_name = f"{one_line(waterfall.unit)}-{noun}"
+        energy_name, unit_j = ("", 1.0) if waterfall.joules is None else energy_unit(waterfall.joules)
+        return cls(time_name, unit_s, energy_name, unit_j, any(part.cost is not None for part in waterfall.parts))
 
 
 def waterfall_header(units: WaterfallUnits) -> list[str]:

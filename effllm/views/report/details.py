@@ -45,25 +45,25 @@ _ALL_POINTS = (
 
 
 def curves(
-    anchor: str, title: str, charts: Sequence[tuple[Chart, list[DrawnLine]]], runs: Sequence[RunCurves], first: int
+    anchor: str, title: str, charts: Sequence[tuple[Chart, list[DrawnLine]]], runs: Sequence[RunCurves], offset: int
 ) -> Markup:
-    """Return a section of charts, with numbers from ``first`` on; each has its numbers as a table."""
+    """Return a section of charts, each with its numbers as a table; ``offset``: number of earlier charts."""
     if not charts:
         return section(anchor, title, element("p", "No curves: no window has been recorded."))
-    figures = [_chart_figure(chart, drawn, runs, at) for at, (chart, drawn) in enumerate(charts, first)]
-    note = None if first else element("p", _ALL_POINTS)  # above the first chart of the page
+    figures = [_chart_figure(chart, drawn, runs, index) for index, (chart, drawn) in enumerate(charts, offset)]
+    note = None if offset else element("p", _ALL_POINTS)  # above the first chart of the page
     return section(anchor, title, note, element("div", figures, class_="figures"))
 
 
-def _chart_figure(chart: Chart, drawn: list[DrawnLine], runs: Sequence[RunCurves], at: int) -> Markup:
-    over = "" if chart.x == "iteration" else f"horizontal: {chart.x}"
-    axes = ", ".join(filter(None, (chart.unit, over, value_axis(drawn, runs).text_of_start())))
+def _chart_figure(chart: Chart, drawn: list[DrawnLine], runs: Sequence[RunCurves], chart_index: int) -> Markup:
+    x_text = "" if chart.x == "iteration" else f"horizontal: {chart.x}"
+    axes = ", ".join(filter(None, (chart.unit, x_text, value_axis(drawn, runs).start_note())))
     header = ("line", "smallest", f"at {chart.x}", "largest", f"at {chart.x}", "last")
     return element(
         "figure",
         element("figcaption", element("b", chart.title), " ", axes),
         legend(drawn),
-        plot(chart, drawn, runs, at),
+        plot(chart, drawn, runs, chart_index),
         element("p", chart.note, class_="note") if chart.note else None,
         collapsed("Numbers", table(f"{chart.title}, {chart.unit}", header, number_rows(drawn, runs))),
     )
@@ -72,12 +72,13 @@ def _chart_figure(chart: Chart, drawn: list[DrawnLine], runs: Sequence[RunCurves
 def ranks(run: RecordedRun) -> Child:
     """Return the distribution over ranks."""
     reports = run.ranks
-    world = run.summary.coverage.ranks_expected if run.summary is not None else len(reports.ranks)
+    world_size = run.summary.coverage.ranks_expected if run.summary is not None else len(reports.ranks)
     if not reports.ranks:
         return together(
-            _spread_table(run), sentences(["No reports of single ranks were recorded.", *_limit_sentences(run, world)])
+            _spread_table(run),
+            sentences(["No reports of single ranks were recorded.", *_limit_sentences(run, world_size)]),
         )
-    has_all = world <= MAX_ROWS
+    has_all = world_size <= MAX_ROWS  # the run folder of a larger job has only the reports of outliers
     order = sorted(reports.ranks.items(), key=lambda item: -((item[1].step_s or 0.0) if has_all else item[1].reports))
     shown = order[:MAX_RANK_ROWS]
     longest_s = max((sums.step_s or 0.0 for _, sums in shown), default=0.0)
@@ -86,34 +87,34 @@ def ranks(run: RecordedRun) -> Child:
     about = [
         f"Means over the windows that end in the iterations {reports.first_end_iteration:,} to "
         f"{reports.last_end_iteration:,}.",
-        *_limit_sentences(run, world),
+        *_limit_sentences(run, world_size),
     ]
     if run.summary is not None and run.summary.last_ranks.by_rank:
         about.append(f"Slowest: {slowest_text(run.summary)}.")
     return together(
         heat_map(run),
         _spread_table(run),
-        table(f"{len(shown):,} of {world:,} ranks, {what}", _RANK_HEADER, rows, range(4)),
+        table(f"{len(shown):,} of {world_size:,} ranks, {what}", _RANK_HEADER, rows, range(4)),
         sentences(about),
     )
 
 
 def heat_map(run: RecordedRun) -> Markup | None:
-    """Return by how much a rank takes longer than the median of the ranks, by window; ``None`` for one of either."""
+    """Return by how much each rank takes longer than the median, by window; ``None`` for a single rank or window."""
     times = run.ranks.times
     ranks = sorted({rank for _, by_rank in times.columns for rank in by_rank})
     if len(ranks) < 2 or len(times.columns) < 2:
         return None
-    width, row = WIDTH / len(times.columns), {rank: at for at, rank in enumerate(ranks)}
+    width, y_of = WIDTH / len(times.columns), {rank: _ROW * row for row, rank in enumerate(ranks)}
     cells, largest = [], 0.0
-    for at, (last, by_rank) in enumerate(times.columns):
-        means = {rank: seconds / count for rank, (seconds, count) in by_rank.items() if count}
-        usual_s = statistics.median(means.values()) if means else 0.0
-        for rank, mean_s in means.items():
-            excess = max(mean_s / usual_s - 1, 0.0) if usual_s > 0 else 0.0
+    for column, (end, by_rank) in enumerate(times.columns):
+        means_s = {rank: seconds / count for rank, (seconds, count) in by_rank.items() if count}
+        median_s = statistics.median(means_s.values()) if means_s else 0.0
+        for rank, mean_s in means_s.items():
+            excess = max(mean_s / median_s - 1, 0.0) if median_s > 0 else 0.0
             largest = max(largest, excess)
-            text = f"rank {rank}, to iteration {last:,}: {1000 * mean_s:,.1f} ms, {100 * excess:.0f} % above the median"
-            place = {"x": f"{at * width:.5g}", "y": row[rank] * _ROW, "width": f"{width - 1:.5g}", "height": _ROW - 1}
+            text = f"rank {rank}, to iteration {end:,}: {1000 * mean_s:,.1f} ms, {100 * excess:.0f} % above the median"
+            place = {"x": f"{column * width:.5g}", "y": y_of[rank], "width": f"{width - 1:.5g}", "height": _ROW - 1}
             colour = {"class_": "lost", "fill_opacity": f"{max(min(excess / _FULL_COLOUR_EXCESS, 1.0), 0.04):.2g}"}
             cells.append(element("rect", element("title", text), **place, **colour))
     what = "own time, from the start of a step to the first wait for other ranks" if times.has_own else "step time"
@@ -138,8 +139,8 @@ def _spread_table(run: RecordedRun) -> Markup | None:
     return table("Distribution over all ranks or GPUs in the last window", header, rows) if rows else None
 
 
-def _limit_sentences(run: RecordedRun, world: int) -> Iterator[str]:
-    if world > MAX_ROWS:
+def _limit_sentences(run: RecordedRun, world_size: int) -> Iterator[str]:
+    if world_size > MAX_ROWS:
         yield (
             f"Of a job above {MAX_ROWS} ranks, only the reports of outliers are kept: the means of a rank are over its "
             "windows as an outlier. The percentiles in the curves are over all ranks."
@@ -178,13 +179,13 @@ def goodput(run: RecordedRun) -> Child:
     if summary is None:
         return element("p", "Not recorded.")
     ratio = "unknown" if summary.ratio is None else f"{100 * summary.ratio:.1f} %"
-    joules = sum(value for value in summary.joules.values() if value)
+    total_j = sum(value for value in summary.joules.values() if value)
     rows = [
         [
             name.replace("_", " "),
             with_exact_value(readable(seconds), seconds),
             _share_text(seconds, summary.elapsed_s),
-            *_joules_cells(summary, name, joules),
+            *_joules_cells(summary, name, total_j),
         ]
         for name, seconds in sorted(summary.seconds.items(), key=lambda item: -item[1])
         if seconds > 0
@@ -194,9 +195,9 @@ def goodput(run: RecordedRun) -> Child:
     return together(table(about, header, rows), _attempts_table(summary))
 
 
-def _joules_cells(summary: GoodputSummary, name: str, whole: float) -> list[Child]:
+def _joules_cells(summary: GoodputSummary, name: str, total_j: float) -> list[Child]:
     joules = summary.joules.get(name)
-    return ["–", ""] if joules is None else [with_exact_value(readable(joules), joules), _share_text(joules, whole)]
+    return ["–", ""] if joules is None else [with_exact_value(readable(joules), joules), _share_text(joules, total_j)]
 
 
 def _share_text(part: float, whole: float) -> str:

@@ -18,7 +18,7 @@ _LEVELS: Sequence[Callable[[CodeLine], str]] = (lambda row: row.kind, lambda row
 
 
 class _Box(NamedTuple):
-    level: int
+    level: int  # 0: all samples; above: of `_LEVELS[level - 1]`
     begin: int  # in samples
     samples: int
     text: str
@@ -47,33 +47,33 @@ def _line_table(host: HostTime) -> Markup:
     lines = sorted(host.lines, key=lambda line: -line.samples)[:MAX_ROWS]
     rows = []
     for line in lines:
-        of = host.by_kind[WORKER] if line.kind == WORKER else host.samples
-        low, high = (100 * share for share in share_interval(line.samples, of))
-        share = f"{100 * line.samples / of:.0f} % ({low:.0f} to {high:.0f})"
+        total = host.by_kind[WORKER] if line.kind == WORKER else host.samples
+        low, high = (100 * share for share in share_interval(line.samples, total))
+        share = f"{100 * line.samples / total:.0f} % ({low:.0f} to {high:.0f})"
         rows.append([line.line, line.function, line.kind, f"{line.samples:,}", share])
     caption = "Lines by their number of samples, with the 95 % interval of their share"
     return table(caption, ("line", "in function", "kind", "samples", "share"), rows, range(3))
 
 
-def _icicle(of: str, lines: Sequence[CodeLine], total: int) -> Markup:
-    boxes = [_Box(0, 0, total, f"{of}: {total:,} samples", 0), *_boxes(lines, 0, 0)]
+def _icicle(sampled: str, lines: Sequence[CodeLine], total: int) -> Markup:
+    boxes = [_Box(0, 0, total, f"{sampled}: {total:,} samples", 0), *_boxes(lines, 0, 0)]
     drawn = [_drawn_box(box, total) for box in boxes if WIDTH * box.samples >= _MIN_WIDTH * total]
     size = f"0 0 {WIDTH} {_ROW_HEIGHT * (len(_LEVELS) + 1)}"
     drawing = element(
-        "svg", drawn, viewBox=size, role="group", aria_label=f"Samples of {of} by kind, line and function"
+        "svg", drawn, viewBox=size, role="group", aria_label=f"Samples of {sampled} by kind, line and function"
     )
     return element("div", drawing, element("output", class_="readout"), class_="icicle")
 
 
 def _boxes(lines: Iterable[CodeLine], level: int, begin: int, color: int = 0) -> Iterator[_Box]:
-    """Yield the boxes of a level and of those below it, the largest first."""
+    """Yield the boxes of a level and of those below it, the largest first, from the sample ``begin`` on."""
     groups: dict[str, list[CodeLine]] = {}
     for line in lines:
         groups.setdefault(_LEVELS[level](line), []).append(line)
     sizes = {text: sum(line.samples for line in parts) for text, parts in groups.items()}
-    for at, text in enumerate(sorted(groups, key=lambda name: -sizes[name])):
-        color = color if level else at % COLORS
-        if text:
+    for number, text in enumerate(sorted(groups, key=lambda name: -sizes[name])):
+        color = color if level else number % COLORS  # boxes below a kind have its color
+        if text:  # else a gap, as for a line without a function
             yield _Box(level + 1, begin, sizes[text], text, color)
         if level + 1 < len(_LEVELS):
             yield from _boxes(groups[text], level + 1, begin, color)

@@ -68,7 +68,7 @@ def table(
     A row of one cell is the name of the group of the next rows. ``texts`` are the indices of the columns with text; the
     cells of the other columns are numbers.
     """
-    classes = [None if at in texts else "number" for at in range(len(header))]
+    classes = [None if column in texts else "number" for column in range(len(header))]
     head = [element("th", name, scope="col", class_=kind) for name, kind in zip(header, classes, strict=True)]
     body = [_row(row, classes) for row in rows]
     whole = element("table", element("caption", caption), element("thead", element("tr", head)), element("tbody", body))

@@ -28,12 +28,11 @@ from effllm.views.text.summary import status_text
 SCHEMA_VERSION = 3
 MAX_BYTES = 1_500_000
 MAX_RUNS = 8
-MAX_BUCKETS, MIN_BUCKETS = 400, 40
-#: Two points of a bucket need about 50 bytes, as a path and as data.
+MAX_BUCKETS, MIN_BUCKETS = 400, 40  # of a curve: of each bucket of windows two points are drawn
+#: Size of all curves, and of the two points of a bucket, as a path and as data.
 _CURVE_BYTES, _BUCKET_BYTES = 800_000, 50
 MAX_EVENTS, MAX_STACKS = 150, 8  # in one report
-#: Maximum number of entries of a part of the embedded summary.
-MAX_EMBEDDED = 64
+MAX_EMBEDDED = 64  # entries of a list of the embedded summary
 
 
 class ReportTooLarge(Exception):
@@ -56,8 +55,8 @@ class ComparedRuns(NamedTuple):
 
 def report_html(runs: Sequence[RecordedRun], compared: ComparedRuns) -> str:
     """Return the page of at most `MAX_BYTES` in UTF-8; `ReportTooLarge` if the texts of the runs alone are larger."""
-    measured = sum(curve.count > 0 for run in runs for curve in run.curves.curves.values())
-    buckets = min(_CURVE_BYTES // (_BUCKET_BYTES * max(measured, 1)), MAX_BUCKETS)
+    num_curves = sum(curve.count > 0 for run in runs for curve in run.curves.curves.values())
+    buckets = min(_CURVE_BYTES // (_BUCKET_BYTES * max(num_curves, 1)), MAX_BUCKETS)
     while True:
         page = _page(runs, compared, max(buckets, MIN_BUCKETS))
         if len(page.encode()) <= MAX_BYTES:
@@ -70,17 +69,17 @@ def report_html(runs: Sequence[RecordedRun], compared: ComparedRuns) -> str:
 def _page(runs: Sequence[RecordedRun], compared: ComparedRuns, buckets: int) -> str:
     sides = list(dict.fromkeys(compared.sides.values()))
     curves = []
-    for at, run in enumerate(runs):
+    for number, run in enumerate(runs):
         side = compared.sides.get(run.folder)
-        name, style = (verdicts.run_label(runs, run), at) if side is None else (side, sides.index(side))
+        name, style = (verdicts.run_label(runs, run), number) if side is None else (side, sides.index(side))
         curves.append(RunCurves(name, {tag: curve.thinned(buckets) for tag, curve in run.curves.curves.items()}, style))
     first, more = (list(drawn_charts(charts, curves)) for charts in (CHARTS.first, CHARTS.more))
     empty_charts = [chart.title for chart, lines in (*first, *more) if not lines]
-    first_charts, more_charts = ([(chart, lines) for chart, lines in some if lines] for some in (first, more))
+    first_charts, more_charts = ([(chart, lines) for chart, lines in group if lines] for group in (first, more))
     charts = [*first_charts, *more_charts]
     summaries = [run.summary for run in runs if run.summary is not None]
     of_runs = functools.partial(verdicts.section_of_runs, runs)
-    # By its name in the navigation, which is also its anchor.
+    # The keys are the names in the navigation, and in lower case the anchors.
     sections = {
         "Verdict": of_runs("verdict", "Verdict", verdicts.verdict),
         "Comparison": verdicts.comparison(compared.page, compared.table),
@@ -106,7 +105,7 @@ def _page(runs: Sequence[RecordedRun], compared: ComparedRuns, buckets: int) -> 
         if content is not None
     ]
     navigation = element("nav", element("ul", links), aria_label="Sections")
-    shown = {line.tag for _, lines in charts for line in lines}
+    shown_tags = {line.tag for _, lines in charts for line in lines}
     data = {
         "schema_version": SCHEMA_VERSION,
         "effllm": __version__,
@@ -121,8 +120,8 @@ def _page(runs: Sequence[RecordedRun], compared: ComparedRuns, buckets: int) -> 
             for chart, lines in charts
         ],
         "runs": [
-            {"summary": _shortened(run.summary), "curves": {tag: xy for tag, xy in data.items() if tag in shown}}
-            for run, data in zip(runs, json_curves(curves), strict=True)
+            {"summary": _shortened(run.summary), "curves": {tag: xy for tag, xy in by_tag.items() if tag in shown_tags}}
+            for run, by_tag in zip(runs, json_curves(curves), strict=True)
         ],
     }
     body = together(_header(runs), navigation, element("main", sections.values(), id="main"))
@@ -154,8 +153,8 @@ def _header(runs: Sequence[RecordedRun]) -> Markup:
     for run in runs:
         if run.summary is not None and not run.summary.is_over:
             state = "continues" if run.continues else "has not ended, and its summary is old: it may have been killed"
-            at = details.utc_text(run.summary.updated_time_s)
-            notes.append(element("p", f"{run.name} {state}; its summary is of {at} UTC.", class_="banner"))
+            updated = details.utc_text(run.summary.updated_time_s)
+            notes.append(element("p", f"{run.name} {state}; its summary is of {updated} UTC.", class_="banner"))
     made = f"Made by effllm {__version__} on {details.utc_text(time.time())} UTC."
     return element("header", element("h1", _title(runs)), together(*notes), element("p", made, class_="note"))
 

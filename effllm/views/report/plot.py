@@ -89,19 +89,16 @@ def drawn_charts(charts: Sequence[Chart], runs: Sequence[RunCurves]) -> Iterator
     for wanted in charts:
         has_first = any(run.has(wanted.lines[0].tag) for run in runs)
         chart = wanted if has_first or wanted.instead is None else wanted.instead
-        lines = [
-            (number, run, at, line)
-            for number, run in enumerate(runs)
-            for at, line in enumerate(_distinct_lines(chart, run))
-        ]
-        drawn = [
-            DrawnLine(
-                number, line.tag, run.name if has_many else line.label, chart.factor * line.factor,
-                run.style if has_many else at,
-            )
-            for number, run, at, line in lines
-            if (at == 0 if has_many else chart.x == "iteration")  # as `Chart` says
-        ]  # fmt: skip
+        drawn: list[DrawnLine] = []
+        for number, run in enumerate(runs):
+            lines = _distinct_lines(chart, run)
+            if has_many and lines:
+                drawn.append(DrawnLine(number, lines[0].tag, run.name, chart.factor * lines[0].factor, run.style))
+            elif not has_many and chart.x == "iteration":
+                drawn += [
+                    DrawnLine(number, line.tag, line.label, chart.factor * line.factor, style)
+                    for style, line in enumerate(lines)
+                ]
         yield chart, drawn
 
 
@@ -136,11 +133,11 @@ class ValueAxis(NamedTuple):
             margin = missing / 2 or 1.0
             low, high = low - margin, high + margin
         step = _axis_step((high - low) / 4)
-        first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
+        first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)  # 1e-9: errors of the division
         return cls(first * step, last * step, max(last - first, 1))
 
-    def text_of_start(self) -> str:
-        """Return a text if the axis does not begin at zero, else an empty string."""
+    def start_note(self) -> str:
+        """Return a note with the start of the axis if it is above zero, else an empty string."""
         return f"axis from {self.labels()[-1]}" if self.low > 0 else ""
 
     def labels(self) -> list[str]:
@@ -148,10 +145,10 @@ class ValueAxis(NamedTuple):
         step = (self.high - self.low) / self.intervals
         digits = max(0, -math.floor(math.log10(step) + 1e-9))
         digits += abs(round(step, digits) - step) > 1e-9 * step  # 2.5 times a power of ten
-        number_rows = [self.low + step * at for at in range(self.intervals, -1, -1)]
-        if step >= 1e-4 and max(map(abs, number_rows)) < 1e7:
-            return [f"{number + 0.0:,.{digits}f}" for number in number_rows]
-        return ["0" if abs(number) < step / 2 else f"{number:.3g}" for number in number_rows]
+        numbers = [self.low + step * n for n in range(self.intervals, -1, -1)]
+        if step >= 1e-4 and max(map(abs, numbers)) < 1e7:
+            return [f"{number + 0.0:,.{digits}f}" for number in numbers]  # + 0.0: -0.0 becomes 0.0
+        return ["0" if abs(number) < step / 2 else f"{number:.3g}" for number in numbers]
 
 
 def _axis_step(rough: float) -> float:
@@ -169,7 +166,7 @@ def plot(chart: Chart, lines: Sequence[DrawnLine], runs: Sequence[RunCurves], ch
         element("path", class_=f"line s{line.style}", d=_svg_path(xs, ys, (first, last), axis))
         for line, (xs, ys) in zip(lines, curves, strict=True)
     ]
-    grid = "".join(f"M0 {HEIGHT * at / axis.intervals:g}h{WIDTH}" for at in range(axis.intervals + 1))
+    grid = "".join(f"M0 {HEIGHT * n / axis.intervals:g}h{WIDTH}" for n in range(axis.intervals + 1))
     drawing = element(
         "svg",
         element("path", class_="grid", d=grid),
@@ -180,8 +177,8 @@ def plot(chart: Chart, lines: Sequence[DrawnLine], runs: Sequence[RunCurves], ch
         role="img",
         aria_label=f"{chart.title}, {chart.unit}: {'; '.join(line.label for line in lines)}. The numbers follow.",
     )
-    steps = [first + (last - first) * at / _X_LABELS for at in range(_X_LABELS + 1)]
-    texts = (f"{step:,.0f}" if chart.x == "iteration" else " ".join(scaled(step)).strip() for step in steps)
+    ticks = [first + (last - first) * n / _X_LABELS for n in range(_X_LABELS + 1)]
+    texts = (f"{x:,.0f}" if chart.x == "iteration" else " ".join(scaled(x)).strip() for x in ticks)
     x_labels = list(dict.fromkeys(texts))
     return element(
         "div",
@@ -222,9 +219,10 @@ def _has_own_axis(tag: str) -> bool:  # a loss over tokens or time, not over ite
 
 
 def x_range(lines: Sequence[DrawnLine], runs: Sequence[RunCurves]) -> tuple[float, float]:
-    """Return the first and the last place of the curves: over the iterations, of all curves of these runs."""
-    over = {line.tag for line in lines if _has_own_axis(line.tag)}
-    points = [xy for run in runs for tag, xy in run.points.items() if tag in over or not (over or _has_own_axis(tag))]
+    """Return the ends of the horizontal axis: of lines with an own axis, else of all curves over the iterations."""
+    own = {line.tag for line in lines if _has_own_axis(line.tag)}
+    curves = [(tag, xy) for run in runs for tag, xy in run.points.items()]
+    points = [xy for tag, xy in curves if (tag in own if own else not _has_own_axis(tag))]
     ends = [end for xs, _ in points if len(xs) for end in (min(xs), max(xs))]
     first, last = min(ends, default=0.0), max(ends, default=1.0)
     return (first, last) if last > first else (first - 1, last + 1)
@@ -234,16 +232,16 @@ def _svg_path(xs: Sequence[float], ys: Sequence[float], x_axis: tuple[float, flo
     """Return the path of a curve, with gaps where a value was not measured or the iterations begin again."""
     x_scale, y_scale = WIDTH / (x_axis[1] - x_axis[0]), HEIGHT / (axis.high - axis.low)
     parts: list[str] = []
-    is_down, before = False, -math.inf
+    is_drawing, previous_x = False, -math.inf
     for x, y in zip(xs, ys, strict=True):
         if math.isnan(y):
-            is_down = False
+            is_drawing = False
             continue
-        is_down = is_down and x >= before
-        at = f"{(x - x_axis[0]) * x_scale:.4g} {HEIGHT - (y - axis.low) * y_scale:.4g}"
+        is_drawing = is_drawing and x >= previous_x
+        point = f"{(x - x_axis[0]) * x_scale:.4g} {HEIGHT - (y - axis.low) * y_scale:.4g}"
         # A line of no length after each start shows a single point as a dot.
-        parts.append(f"L{at}" if is_down else f"M{at}h0")
-        is_down, before = True, x
+        parts.append(f"L{point}" if is_drawing else f"M{point}h0")
+        is_drawing, previous_x = True, x
     return "".join(parts)
 
 

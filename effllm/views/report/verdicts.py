@@ -91,20 +91,20 @@ def tiles(run: RecordedRun) -> Markup | None:
     values = {name: (value, factor) for name, metric, factor in _TILES if (value := value_of(summary, metric))}
     if "J per token" in values and values["J per token"][0].value < MIN_J_PER_TOKEN:
         values = {
-            name.replace("J per", "mJ per"): (amount, 1e3 * f if "J per" in name else f)
-            for name, (amount, f) in values.items()
+            name.replace("J per", "mJ per"): (amount, factor * (1e3 if "J per" in name else 1.0))
+            for name, (amount, factor) in values.items()
         }
     if summary.waterfall is not None and summary.coverage.gpus_expected:
         values["GPU-hours"] = Value(summary.waterfall.device_seconds / 3600, ""), 1.0
     if summary.goodput is not None and summary.goodput.ratio is not None:
         values["% goodput"] = Value(summary.goodput.ratio, ""), 100.0
-    made = []
+    drawn = []
     for name, (amount, factor) in values.items():
         error = max(abs(amount.error or 0.0), abs(amount.sensor_error or 0.0))
-        shown = f"{name} ±{percent(error / abs(amount.value))}" if error and amount.value else name
+        label = f"{name} ±{percent(error / abs(amount.value))}" if error and amount.value else name
         figure = element("b", with_exact_value(readable(factor * amount.value), factor * amount.value))
-        made.append(element("div", figure, element("span", shown), class_="tile"))
-    return element("div", made, class_="tiles") if made else None
+        drawn.append(element("div", figure, element("span", label), class_="tile"))
+    return element("div", drawn, class_="tiles") if drawn else None
 
 
 _CONFIDENCE = {
@@ -121,27 +121,27 @@ def _why_missing(run: RecordedRun) -> str:
 
 def waterfall(run: RecordedRun) -> Child:
     """Return the parts of the device time."""
-    loss = run.summary.waterfall if run.summary is not None else None
-    if loss is None:
+    whole = run.summary.waterfall if run.summary is not None else None
+    if whole is None:
         return element("p", f"No waterfall: {_why_missing(run)}")
-    units = WaterfallUnits.of(loss)
+    units = WaterfallUnits.of(whole)
     header = waterfall_header(units)
     rows = []
     begin = 0.0
-    for part in loss.parts:
+    for part in whole.parts:
         name, *values = waterfall_row(part, units)
         exact = [with_exact_value(values[0], part.share), with_exact_value(values[1], part.device_seconds), *values[2:]]
         kind = "work" if part.name in PRODUCTIVE else "lost"
         rows.append([element("span", name, title=PARTS.get(part.name)), bar(begin, part.share, kind), *exact])
         begin += part.share
-    total = f"{readable(loss.device_seconds / units.time_unit_s)} {units.time_name}, in parts that add up to the whole"
+    total = f"{readable(whole.device_seconds / units.time_unit_s)} {units.time_name}, in parts that add up to the whole"
     meanings = [
-        f"{part.name.replace('_', ' ')}: {PARTS.get(part.name, '')}; from {part.evidence}" for part in loss.parts
+        f"{part.name.replace('_', ' ')}: {PARTS.get(part.name, '')}; from {part.evidence}" for part in whole.parts
     ]
     return together(
         element("p", _colour_key("work", "work"), " ", _colour_key("lost", "other time"), class_="keys"),
         table(total, [header[0], "of all device time", *header[1:]], rows, (0, 1)),
-        sentences(waterfall_notes(loss)),
+        sentences(waterfall_notes(whole)),
         collapsed("The parts and their evidence", sentences(meanings)),
     )
 
@@ -173,26 +173,26 @@ def comparison(page: ComparisonPage | str | None, configurations: Configurations
         head, *rows = table_rows(configurations)
         caption = "Configurations: means over their runs, with 95 % intervals"
         content = [table(caption, head, rows, (0,)), sentences(configurations.notes)]
-    for one in page.others:
-        names = side_lines(page.first, one.side)
+    for other in page.others:
+        names = side_lines(page.first, other.side)
         rows = [
-            [*others, element("strong", outcome, class_=outcome.partition(" ")[0])]
-            for *others, outcome in map(metric_cells, one.metrics)
+            [*cells, element("strong", outcome, class_=outcome.partition(" ")[0])]
+            for *cells, outcome in map(metric_cells, other.metrics)
         ]
         content += [
             element("p", [together(name, element("br")) for name in names]),
             table("Means over the runs of each side", HEADER, rows, (0, 3, 4)),
-            sentences(note_lines(one)),
+            sentences(note_lines(other)),
         ]
     return section("comparison", "Comparison", *content, sentences(closing_lines(page)))
 
 
 def facts_of_run(run: RecordedRun) -> Child:
     """Return what ran, and how it was measured."""
-    about = run.summary
+    summary = run.summary
     pairs: list[tuple[str, Child]] = [("folder", str(run.folder))]
-    if about is not None:
-        pairs += [("status", status_text(about.status)), *what_ran(about), *how_measured(about)]
+    if summary is not None:
+        pairs += [("status", status_text(summary.status)), *what_ran(summary), *how_measured(summary)]
     command = run.facts.get("command")
     if isinstance(command, list):
         pairs.append(("command", element("code", " ".join(map(str, command)))))
@@ -241,20 +241,20 @@ def _instrument_table(runs: Runs, run: RecordedRun) -> Markup:
 
 def _metric_table(runs: Runs, summaries: Sequence[Summary]) -> tuple[list[str], list[list[Child]]]:
     header = ["metric"]
-    for at in range(1, len(runs) + 1):
-        header += [f"run {at}" if len(runs) > 1 else "value", "errors"]
+    for number in range(1, len(runs) + 1):
+        header += [f"run {number}" if len(runs) > 1 else "value", "errors"]
     header += ["unit", "over"]
-    every = {tag: value for summary in summaries for tag, value in summary.metrics.items()}
+    last_values = {tag: value for summary in summaries for tag, value in summary.metrics.items()}
     rows: list[list[Child]] = []
     group = ""
-    for tag, entry, base in shown_metrics(every):
+    for tag, entry, base in shown_metrics(last_values):
         if entry is not None and entry.group != group:
             group = entry.group
             rows.append([group])
         name = element("span", tag if entry is None else entry.name, title=entry and entry.help)
         values = [None if run.summary is None else run.summary.metrics.get(tag) for run in runs]
-        numbers = [cell for value in values for cell in _value_cells(tag, value)]
-        rows.append([name, *numbers, every[tag].unit, base])
+        cells = [cell for value in values for cell in _value_cells(tag, value)]
+        rows.append([name, *cells, last_values[tag].unit, base])
     return header, rows
 
 
@@ -275,10 +275,11 @@ def not_measured(run: RecordedRun, without_curves: Sequence[str]) -> Iterator[st
         yield from summary.not_measured
         if summary.waterfall is not None:
             yield from summary.waterfall.unknown
-        seen = summary.coverage
+        coverage = summary.coverage
         yield (
-            f"{seen.ranks_reporting:,} of {seen.ranks_expected:,} ranks reported; {seen.gpus_measured:,} of "
-            f"{seen.gpus_expected:,} GPUs were measured; {seen.reports_lost:,} reports lost, {seen.reports_late:,} late"
+            f"{coverage.ranks_reporting:,} of {coverage.ranks_expected:,} ranks reported; "
+            f"{coverage.gpus_measured:,} of {coverage.gpus_expected:,} GPUs were measured; "
+            f"{coverage.reports_lost:,} reports lost, {coverage.reports_late:,} late"
         )
         for sink, count in summary.left_out.items():
             yield f"{count:,} windows are not in {sink}, because it was too slow or its disk was full"

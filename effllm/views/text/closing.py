@@ -34,7 +34,7 @@ from effllm.views.text.summary import (
 from effllm.views.text.window import contract_parts
 
 MAX_LINES = 14
-COLUMN = 11  # of the texts
+COLUMN = 11  # in which the texts begin
 #: The most harmful gap first; each is the beginning of a sentence of ``not measured``.
 _HARM = ("total tokens", "tokens", "samples", "loss", "MFU", "FLOPs", "peak", "own time", "sync point", "total energy",
          "energy", "power", "lines of code")  # fmt: skip
@@ -55,13 +55,13 @@ def closing_text(summary: Summary, folder: Path | None, tensorboard_dir: Path | 
     missing = [("Missing", one_line(text)) for text in sorted(summary.not_measured, key=_harm_order)]
     openers = [("Open", text) for text in how_to_open(folder, tensorboard_dir, current_folder())]
     if is_cut:
-        after = [line for name, text in openers for line in fact_lines(name, text, 1, COLUMN)]
-        room = MAX_LINES - 1 - bool(missing) - len(after)  # without the head, and one line of what is missing
-        for two_line in _TWO_LINE_FACTS:  # the last one is short enough
-            before = [line for name, text in facts for line in fact_lines(name, text, 1 + (name in two_line), COLUMN)]
-            if len(before) <= room:
+        open_lines = [line for name, text in openers for line in fact_lines(name, text, 1, COLUMN)]
+        room = MAX_LINES - 1 - bool(missing) - len(open_lines)  # without the head, and one line of what is missing
+        for long_facts in _TWO_LINE_FACTS:  # the last one is short enough
+            shown = [line for name, text in facts for line in fact_lines(name, text, 1 + (name in long_facts), COLUMN)]
+            if len(shown) <= room:
                 break
-        lines = [*before, *_missing_lines(missing, MAX_LINES - 1 - len(before) - len(after)), *after]
+        lines = [*shown, *_missing_lines(missing, MAX_LINES - 1 - len(shown) - len(open_lines)), *open_lines]
     else:
         lines = [f"  {name:<9}{text}" for name, text in (*facts, *missing, *openers)]
     return "".join(f"{line}\n" for line in (head, *lines))
@@ -79,12 +79,12 @@ def facts_of(summary: Summary, *, is_long: bool = False) -> Iterator[Fact]:
     """
     if summary.verdict is not None:
         yield from verdict_lines(summary.verdict)
-    for name, parts in (("Result", _result(summary, is_long)), ("Energy", _energy(summary, is_long))):
-        if text := ", ".join(parts):
+    for name, texts in (("Result", _result(summary, is_long)), ("Energy", _energy(summary, is_long))):
+        if text := ", ".join(texts):
             yield name, text
     doubtful = [tag for tag, value in summary.metrics.items() if value.doubt]
-    if six := list(contract_parts({tag: value.value for tag, value in summary.metrics.items()}, doubtful)):
-        yield "Paper", " ".join(six)
+    if parts := list(contract_parts({tag: value.value for tag, value in summary.metrics.items()}, doubtful)):
+        yield "Paper", " ".join(parts)
     yield "Ran", ", ".join(_ran(summary, is_long))
     if text := "; ".join(forecast_texts(summary.forecast, summary.currency)):
         yield "End", text
@@ -111,28 +111,28 @@ def how_to_open(
     # TensorBoard names a run by its folder, so that it is shown beside the other runs.
     if tensorboard_dir is not None and tensorboard_dir.parent != folder:
         tensorboard_dir = tensorboard_dir.parent
-    for opener, path in ((f"effllm {command}", folder), ("tensorboard --logdir", tensorboard_dir)):
+    for program, path in ((f"effllm {command}", folder), ("tensorboard --logdir", tensorboard_dir)):
         if path is not None:
             shown = path.relative_to(root) if root is not None and path.is_relative_to(root) else path
-            yield f"{opener} {shlex.quote(str(shown))}"
+            yield f"{program} {shlex.quote(str(shown))}"
 
 
 def _missing_lines(missing: Sequence[Fact], room: int) -> Iterator[str]:
     """Yield the most harmful gaps, whole, and the number of the others."""
-    shown, rest = 0, room
+    num_shown, lines_left = 0, room
     for name, text in missing[:2]:
         lines = fact_lines(name, text, max(room, 1), COLUMN)
-        is_last = shown + 1 == len(missing)
-        if len(lines) > rest - (not is_last):
+        is_last = num_shown + 1 == len(missing)
+        if len(lines) > lines_left - (not is_last):  # the number of the others needs a line
             break
         yield from lines
-        shown, rest = shown + 1, rest - len(lines)
-    if more := len(missing) - shown:
-        yield f"  {'Missing':<9}{more:,} {'more ' * bool(shown)}in summary.txt, not measured"
+        num_shown, lines_left = num_shown + 1, lines_left - len(lines)
+    if more := len(missing) - num_shown:
+        yield f"  {'Missing':<9}{more:,} {'more ' * bool(num_shown)}in summary.txt, not measured"
 
 
 def _harm_order(sentence: str) -> int:
-    return next((at for at, start in enumerate(_HARM) if sentence.startswith(start)), len(_HARM))
+    return next((order for order, start in enumerate(_HARM) if sentence.startswith(start)), len(_HARM))
 
 
 def _result(summary: Summary, is_long: bool) -> Iterator[str]:
@@ -196,8 +196,8 @@ def _doubt_mark(value: Value) -> str:
 
 def _ran(summary: Summary, is_long: bool) -> Iterator[str]:
     step = value_of(summary, "seconds_per_iteration")
-    each = f" of {readable(1000 * step.value)} ms" if step is not None else ""
-    yield f"{summary.iterations:,} iterations{_iteration_range(summary)}{each} in {duration(summary.elapsed_s)}"
+    length = f" of {readable(1000 * step.value)} ms" if step is not None else ""
+    yield f"{summary.iterations:,} iterations{_iteration_range(summary)}{length} in {duration(summary.elapsed_s)}"
     if is_long and summary.energy.warmup_joules is not None:
         share = summary.energy.warmup_joules / (summary.energy.measured_joules or 1.0)
         yield f"warm-up with {percent(share)} of the energy left out" if share else "no warm-up left out"
@@ -211,14 +211,12 @@ def _ran(summary: Summary, is_long: bool) -> Iterator[str]:
             yield f"{'at least ' if total is None else ''}{short_count(measured)} {what}"
     if summary.parameters:
         yield f"{short_count(summary.parameters)} parameters"
-    seen = summary.coverage
-    ranks, gpus = (
-        f"{have} of {of}"
-        for have, of in ((seen.ranks_reporting, seen.ranks_expected), (seen.gpus_measured, seen.gpus_expected))
-    )
-    yield f"{ranks} ranks" + (" and GPUs" if gpus == ranks else f", {gpus} GPUs" * bool(seen.gpus_expected))
-    if seen.reports_lost:
-        yield f"{seen.reports_lost:,} reports lost"
+    coverage = summary.coverage
+    ranks = f"{coverage.ranks_reporting} of {coverage.ranks_expected}"
+    gpus = f"{coverage.gpus_measured} of {coverage.gpus_expected}"
+    yield f"{ranks} ranks" + (" and GPUs" if gpus == ranks else f", {gpus} GPUs" * bool(coverage.gpus_expected))
+    if coverage.reports_lost:
+        yield f"{coverage.reports_lost:,} reports lost"
     if summary.goodput is not None and summary.goodput.ratio is not None:
         yield f"goodput {100 * summary.goodput.ratio:.1f} %"
 

@@ -6,10 +6,8 @@ import math
 from collections.abc import Mapping
 
 J_PER_KWH = 3.6e6
-#: A smaller energy is shown in joules, not in kilowatt-hours.
-MIN_KWH = 0.01
-#: A smaller share would be shown as 0.0 %.
-MIN_SHARE = 0.0005
+MIN_KWH = 0.01  # a smaller energy is shown in joules
+MIN_SHARE = 0.0005  # a smaller share would be shown as 0.0 %
 
 _SCALES = ((1e9, "G"), (1e6, "M"), (1e3, "k"), (1.0, ""), (1e-3, "m"), (1e-6, "µ"))
 
@@ -54,8 +52,8 @@ def rounded_up(error: float) -> str:
     """
     if error <= 0:
         return "0"
-    digit = 10.0 ** (math.floor(math.log10(error)) - 1)
-    error = math.ceil(error / digit - 1e-9) * digit
+    second_digit = 10.0 ** (math.floor(math.log10(error)) - 1)
+    error = math.ceil(error / second_digit - 1e-9) * second_digit  # 1e-9: errors of the division
     return f"{error:,.0f}" if error >= 100 else f"{error:.2g}"
 
 
@@ -64,12 +62,12 @@ def percent(ratio: float) -> str:
     return f"{rounded_up(max(100 * ratio, 0.01))} %"
 
 
-def errors_text(timing: float | None, sensor: float | None, *, brief: bool = False) -> str:
+def errors_text(timing: float | None, sensor: float | None, *, brief: bool = False, timing_name: str = "timing") -> str:
     """Return the text of an energy's two errors, given as ratios and never combined; "" if both are unknown.
 
-    With ``brief``, two errors are written without their names.
+    With ``brief``, two errors are written without their names; ``timing_name`` is the name of the first one.
     """
-    errors = [(ratio, name) for ratio, name in ((timing, " timing"), (sensor, " sensor")) if ratio]
+    errors = [(ratio, name) for ratio, name in ((timing, f" {timing_name}"), (sensor, " sensor")) if ratio]
     return " ".join(f"±{percent(ratio)}" + ("" if brief and len(errors) == 2 else name) for ratio, name in errors)
 
 

@@ -22,12 +22,13 @@ MAX_SHOWN_NAMES = 40
 
 
 def errors_of_metric(tag: str, value: Value, *, brief: bool = False) -> str:
-    """Return the errors of the value of a metric as `errors_text`; "" for the value 0."""
+    """Return the text of the errors of a metric's value; "" for the value 0."""
     if not value.value:
         return ""
-    text = errors_text(*((error or 0.0) / abs(value.value) for error in (value.error, value.sensor_error)), brief=brief)
     entry = metric_of_tag(tag)
-    return text.replace("timing", "sampling") if entry is not None and entry.is_sampled else text
+    timing_name = "sampling" if entry is not None and entry.is_sampled else "timing"
+    ratios = ((error or 0.0) / abs(value.value) for error in (value.error, value.sensor_error))
+    return errors_text(*ratios, brief=brief, timing_name=timing_name)
 
 
 def status_text(status: str) -> str:
@@ -72,8 +73,8 @@ def audit_texts(audit: Audit) -> Iterator[str]:
 def what_ran(summary: Summary) -> Iterator[tuple[str, str]]:
     """Yield the identity and the size of a run, as name and text."""
     yield from ((name, one_line(text)) for name, text in _identity(summary) if text)
-    again = f" in {summary.attempts} attempts" if summary.attempts > 1 else ""
-    yield "iterations", f"{summary.iterations:,}{again}"
+    attempts = f" in {summary.attempts} attempts" if summary.attempts > 1 else ""
+    yield "iterations", f"{summary.iterations:,}{attempts}"
     yield "elapsed", duration(summary.elapsed_s)
     if summary.measured_tokens:
         source = f", from the batches ({one_line(summary.token_source)})" if summary.token_source else ""
@@ -153,8 +154,8 @@ def goodput_text(goodput: GoodputSummary) -> str:
 
 
 def _profile_text(profile: Profile) -> str:
-    moving, exposed = (100 * part_s / profile.time_s for part_s in (profile.communication_s, profile.exposed_s))
-    return f"{profile.iterations:,} iterations, all ranks: communication time {moving:.0f} %, exposed {exposed:.0f} %"
+    total, exposed = (100 * part_s / profile.time_s for part_s in (profile.communication_s, profile.exposed_s))
+    return f"{profile.iterations:,} iterations, all ranks: communication time {total:.0f} %, exposed {exposed:.0f} %"
 
 
 def how_measured(summary: Summary) -> Iterator[tuple[str, str]]:
@@ -227,10 +228,10 @@ def _instrument_table(values: Mapping[str, ValueSummary]) -> Iterator[str]:
         yield f"  {len(values) - MAX_SHOWN_NAMES} more names are in summary.json"
 
 
-def _metric_row(name: str, value: Value, over: str) -> str:
-    unit = f"{value.unit} {errors_of_metric(name.strip(), value, brief=True)}".rstrip()
+def _metric_row(name: str, value: Value, base: str) -> str:
+    unit_and_errors = f"{value.unit} {errors_of_metric(name.strip(), value, brief=True)}".rstrip()
     mark = "!" if value.doubt else " "
-    return f"{mark} {name:<29}{readable(value.value):>12}  {unit:<25}  {over}".rstrip()
+    return f"{mark} {name:<29}{readable(value.value):>12}  {unit_and_errors:<25}  {base}".rstrip()
 
 
 def _lines_of_facts(pairs: Iterable[tuple[str, str]]) -> Iterator[str]:
@@ -269,8 +270,8 @@ def energy_text(energy: EnergySummary) -> str:
 
 def _energy_with_errors(joules: float, error_joules: float | None, gain_error: float | None) -> str:
     unit, unit_j = energy_unit(joules)
-    parts = ((error_joules or 0.0, "timing"), ((gain_error or 0.0) * joules, "sensor"))
-    errors = "".join(f" ±{rounded_up(error_j / unit_j)} {word}" for error_j, word in parts if error_j)
+    named = ((error_joules or 0.0, "timing"), ((gain_error or 0.0) * joules, "sensor"))
+    errors = "".join(f" ±{rounded_up(error_j / unit_j)} {name}" for error_j, name in named if error_j)
     return f"{readable(joules / unit_j)} {unit}{errors}" + (f" ({readable(joules)} J)" if unit != "J" else "")
 
 

@@ -10,12 +10,11 @@ from effllm.records.forecast import REMAINING_S
 from effllm.records.job import ClusterReport
 from effllm.views.text.numbers import duration, readable, rounded_up, scaled
 
-MAX_NAMED = 8
+MAX_NAMED = 8  # missing ranks
 
 #: A smaller share of estimated energy is not shown.
 _MIN_ESTIMATED = 0.001
-#: A larger wait for data is shown before the loss.
-_EARLY_WAIT = 0.05
+_IMPORTANT_WAIT = 0.05  # a larger wait for data is more important than the loss
 
 # --- one line ------------------------------------------------------------------------------------
 
@@ -25,7 +24,7 @@ def console_line(report: ClusterReport, width: int) -> str:
     parts = list(_window_parts(report))
     while parts:
         texts = [text for _, text in parts]
-        line = next((line for between in ("  ", " ") if len(line := between.join(texts)) <= width), "")
+        line = next((line for blanks in ("  ", " ") if len(line := blanks.join(texts)) <= width), "")
         if line or len(parts) == 1:
             return line or texts[0][:width]
         parts.remove(max(parts, key=lambda part: part[0]))
@@ -63,7 +62,7 @@ def _window_parts(report: ClusterReport) -> Iterator[tuple[int, str]]:
         number, prefix = scaled(joules)
         yield 2, f"{number} {prefix}J/tok{mark(metrics.energy.joules_per_token)}"
     if (wait := value(metrics.throughput.data_wait_ratio)) is not None:
-        yield (5 if wait >= _EARLY_WAIT else 8), f"data {100 * wait:.0f}%"
+        yield (5 if wait >= _IMPORTANT_WAIT else 8), f"data {100 * wait:.0f}%"
     if not is_loss_finite(report):
         yield 0, "loss is not finite"
     elif report.loss is not None:
@@ -88,7 +87,7 @@ def contract_parts(values: Mapping[str, float], doubtful: Collection[str] = ()) 
         value = values.get(entry.tag("run"))
         if value is None or not math.isfinite(value):
             continue
-        name, unit = entry.name.partition("_")[0].upper(), entry.unit
+        name, unit = entry.name.partition("_")[0].upper(), entry.unit  # amu_gb -> AMU
         name += "!" if entry.tag("run") in doubtful else ""
         if unit in ("W", "tokens/s"):
             number, prefix = scaled(value)
@@ -110,7 +109,8 @@ def is_loss_finite(report: ClusterReport) -> bool:
 
 def block_lines(report: ClusterReport, width: int = 0) -> list[str]:
     """Return the lines of a window that users' scripts parse; with ``width`` 0 no line is broken."""
-    return [*fixed_lines(report), *(f"  {line}" for line in _folded(list(coverage_parts(report)), width and width - 2))]
+    coverage_lines = _joined_in_lines(list(coverage_parts(report)), width - 2 if width else 0)
+    return [*fixed_lines(report), *(f"  {line}" for line in coverage_lines)]
 
 
 def fixed_lines(report: ClusterReport) -> Iterator[str]:
@@ -129,18 +129,18 @@ def fixed_lines(report: ClusterReport) -> Iterator[str]:
 
 def coverage_parts(report: ClusterReport) -> Iterator[str]:
     """Yield the parts of the coverage line of the block."""
-    seen, run = report.coverage, report.run
-    yield f"Ranks: {seen.ranks_reporting}/{seen.ranks_expected}"
-    yield f"GPUs: {seen.gpus_measured}/{seen.gpus_expected}"
-    yield f"lost {seen.reports_lost}"
-    yield f"late {seen.reports_late}"
+    coverage, run = report.coverage, report.run
+    yield f"Ranks: {coverage.ranks_reporting}/{coverage.ranks_expected}"
+    yield f"GPUs: {coverage.gpus_measured}/{coverage.gpus_expected}"
+    yield f"lost {coverage.reports_lost}"
+    yield f"late {coverage.reports_late}"
     if report.power_scope and (report.last.energy.measured_j is not None or run.energy.measured_j is not None):
         yield f"scope {report.power_scope}"
     if run.energy.joules and (share := run.energy.estimated_j / run.energy.joules) >= _MIN_ESTIMATED:
         yield f"estimated {rounded_up(100 * share)} %"
-    if seen.missing_ranks:
-        more = "…" * (len(seen.missing_ranks) > MAX_NAMED)
-        yield f"missing {','.join(map(str, seen.missing_ranks[:MAX_NAMED]))}{more}"
+    if coverage.missing_ranks:
+        more = "…" * (len(coverage.missing_ranks) > MAX_NAMED)
+        yield f"missing {','.join(map(str, coverage.missing_ranks[:MAX_NAMED]))}{more}"
     if report.doubtful:  # values of the window that depend on a failed check of the audit
         yield f"{len(report.doubtful)} values in doubt"
     if not is_loss_finite(report):
@@ -149,7 +149,7 @@ def coverage_parts(report: ClusterReport) -> Iterator[str]:
         yield "simulated"
 
 
-def _folded(parts: Sequence[str], width: int) -> list[str]:
+def _joined_in_lines(parts: Sequence[str], width: int) -> list[str]:
     """Join parts into lines of at most ``width``, broken between parts; 0 means one line."""
     lines = [parts[0]]
     for part in parts[1:]:

@@ -17,10 +17,11 @@ from effllm.views.top.text import BAD, BARS, DIM, PLAIN, WARNING, Line, fit, loc
 MAX_CURVES = 4
 CHART_HEIGHT = 7  # with the line of its name and the one of its times
 _LABEL_WIDTH = 8  # width of the numbers of an axis
-_NAME, _MIN_SPARK, _TWO_COLUMNS = 10, 10, 70  # widths: of a name and of a curve; from the last on, two columns
-#: Own time of a rank in the median of its peers from which a cell has the letter and the style.
-_MAP_CELLS = ((1.1, "█", "#", BAD), (1.05, "▓", "+", WARNING), (1.02, "░", "-", PLAIN), (0.0, "·", ".", DIM))
+_NAME_WIDTH, _MIN_CURVE_WIDTH = 10, 10
+_TWO_COLUMNS_WIDTH = 70  # from this width on, the lines of curves are in two columns
 _DOTS = ((0x01, 0x08), (0x02, 0x10), (0x04, 0x20), (0x40, 0x80))  # of a letter of Braille: rows, columns
+#: Ratio of a rank's own time to the median of the ranks, from which a cell of the map has this letter, ASCII, style.
+_MAP_CELLS = ((1.1, "█", "#", BAD), (1.05, "▓", "+", WARNING), (1.02, "░", "-", PLAIN), (0.0, "·", ".", DIM))
 
 
 class _Curve(NamedTuple):
@@ -51,28 +52,29 @@ def _drawable(frame: TopFrame) -> list[tuple[_Curve, list[float | None]]]:
 
 def spark_lines(frame: TopFrame, width: int, bars: str) -> list[Line]:
     """Return the curves as lines, each with its lowest and highest value, in one or two columns."""
-    columns = 2 if width >= _TWO_COLUMNS else 1
+    columns = 2 if width >= _TWO_COLUMNS_WIDTH else 1
     curves = (_spark_cells(curve, values, width // columns - 1, bars) for curve, values in _drawable(frame))
     cells = list(filter(None, curves))  # without those for which there is no room
-    return [[part for cell in cells[at : at + columns] for part in cell] for at in range(0, len(cells), columns)]
+    return [[part for cell in cells[n : n + columns] for part in cell] for n in range(0, len(cells), columns)]
 
 
 def _spark_cells(curve: _Curve, values: Sequence[float | None], width: int, bars: str) -> list[tuple[str, int]]:
     measured = [value for value in values if value is not None]
     limits = f" {curve.text_of(min(measured))} to {curve.text_of(max(measured))}"
-    room = width - _NAME - cell_len(limits)
-    if room < _MIN_SPARK:
+    room = width - _NAME_WIDTH - cell_len(limits)
+    if room < _MIN_CURVE_WIDTH:
         return []
     text = sparkline(values, room, bars)
-    return [(fit(curve.name, _NAME), DIM), (text, PLAIN), (fit(limits, width - _NAME - cell_len(text) + 1), DIM)]
+    limits = fit(limits, width - _NAME_WIDTH - cell_len(text) + 1)
+    return [(fit(curve.name, _NAME_WIDTH), DIM), (text, PLAIN), (limits, DIM)]
 
 
 def chart_lines(frame: TopFrame, width: int, bars: str) -> list[Line]:
     """Return charts of `CHART_HEIGHT` lines in two columns, with the values and the times of their axes."""
     charts = [_chart_rows(curve, values, frame.points, width // 2 - 1, bars) for curve, values in _drawable(frame)]
     lines: list[Line] = []
-    for at in range(0, len(charts), 2):
-        pair = charts[at : at + 2]
+    for first in range(0, len(charts), 2):
+        pair = charts[first : first + 2]
         lines += [[part for chart in pair for part in chart[row]] for row in range(CHART_HEIGHT)]
     return lines
 
@@ -103,19 +105,20 @@ def braille(values: Sequence[float | None], width: int, height: int) -> list[str
     least = min(measured)
     scale = (4 * height - 1) / (max(measured) - least) if max(measured) > least else 0.0
     cells = [[0] * width for _ in range(height)]
-    before: int | None = None
+    previous_row: int | None = None  # rows of dots from the top
     for column in range(2 * width):
-        at = column * (len(values) - 1) / max(2 * width - 1, 1)
-        value = values[round(at)]
+        value = values[round(column * (len(values) - 1) / max(2 * width - 1, 1))]
         if value is None:
-            before = None
+            previous_row = None
             continue
         row = 4 * height - 1 - round((value - least) * scale)
         # A steep part is drawn without gaps.
-        first = row if before is None or abs(before - row) < 2 else before + (1 if row > before else -1)
+        first = row
+        if previous_row is not None and abs(previous_row - row) > 1:
+            first = previous_row + (1 if row > previous_row else -1)
         for dot in range(min(first, row), max(first, row) + 1):
             cells[dot // 4][column // 2] |= _DOTS[dot % 4][column % 2]
-        before = row
+        previous_row = row
     return ["".join(chr(0x2800 + cell) for cell in line) for line in cells]
 
 
@@ -124,9 +127,9 @@ def rank_map_lines(rank_times: RankTimes, width: int, height: int, bars: str) ->
 
     Another set of letters than `BARS` means a terminal with ASCII alone.
     """
-    room = width - 13
+    room = width - 13  # beside the names of the ranks
     windows = [(times, median(times.values())) for times in rank_times if len(times) > 2][-room:]
-    ratios = [{rank: time / middle for rank, time in times.items()} for times, middle in windows if middle]
+    ratios = [{rank: time_s / median_s for rank, time_s in times.items()} for times, median_s in windows if median_s]
     if not ratios or height < 2:
         return []
     excess: dict[int, float] = {}
@@ -134,19 +137,18 @@ def rank_map_lines(rank_times: RankTimes, width: int, height: int, bars: str) ->
         for rank, ratio in by_rank.items():
             excess[rank] = excess.get(rank, 0.0) + max(ratio - 1.0, 0.0)
     shown = sorted(excess, key=lambda rank: (-excess[rank], rank))[: height - 1]
-    letter = 1 if bars == BARS else 2
-    key = ", ".join(f"{cell[letter]} +{100 * (cell[0] - 1):.0f} %" for cell in _MAP_CELLS[:-1])
+    cells = [(ratio, letter if bars == BARS else in_ascii, style) for ratio, letter, in_ascii, style in _MAP_CELLS]
+    key = ", ".join(f"{letter} +{100 * (ratio - 1):.0f} %" for ratio, letter, _ in cells[:-1])
     head = f"own time of ranks against the median of each window, newest right: {key}"
     lines: list[Line] = [[(fit(head, width), DIM)]]
     for rank in sorted(shown):
         line: list[tuple[str, int]] = [(fit(f"rank {rank}", 12, right=True) + " ", PLAIN)]
         for by_rank in ratios:
-            own = by_rank.get(rank)
-            if own is None:
+            own_ratio = by_rank.get(rank)
+            if own_ratio is None:
                 text, style = " ", DIM
             else:
-                cell = next(cell for cell in _MAP_CELLS if own >= cell[0])
-                text, style = str(cell[letter]), cell[3]
+                text, style = next((letter, style) for ratio, letter, style in cells if own_ratio >= ratio)
             if line[-1][1] == style and len(line) > 1:
                 line[-1] = line[-1][0] + text, style
             else:

@@ -82,7 +82,7 @@ class TopFrame(NamedTuple):
     coverage: Coverage | None = None
     values: Mapping[str, float] = {}  # by tag, as in windows-*.jsonl
     loss: float | None = None
-    over: str = ""  # the time of these values: whole run, or the window
+    over: str = ""  # base of the values as text: whole run, or the window
     doubtful: Sequence[str] = ()
     verdict: Verdict | None = None
     verdict_note: str = ""  # for which time the verdict is
@@ -167,7 +167,7 @@ def document(frame: TopFrame) -> dict[str, Any]:
             "count": frame.ranks.num_ranks,
             "with_reason": len(worst),
             "all_have_values": frame.ranks.is_complete,
-            "worst": [_without(line._asdict(), "place", "size") for line in worst[:MAX_WORST]],
+            "worst": [_without(line._asdict(), "reason_index", "reason_size") for line in worst[:MAX_WORST]],
         },
         "events": [msgspec.to_builtins(event) for event in frame.events[:MAX_EVENTS]],
         "notes": list(frame.notes),

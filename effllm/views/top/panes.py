@@ -25,10 +25,10 @@ _RATIOS = {"busy": "busy_ratio", "W": "power_ratio", "GB": "memory_ratio"}
 _WIDE_COLUMNS = {**_COLUMNS, "busy": 5, "degC": 4}
 _WIDE = 100  # from this width on, the table has more columns, and hosts have more room
 _WHOLE_REASONS = 6  # number of lines of the table, from its start, in which reasons are shown as a whole
-#: On a high screen, the map of the ranks and the newest events are below the table: height, and number of their lines.
+#: From a height on, the map of the ranks and the newest events are below the table: height, and number of their lines.
 _SPLIT_HEIGHTS, _MAP_LINES = ((30, 16), (18, 7)), 7
-_WIDEST = 120  # from this width on, numbers have bars
-_BAR = 6  # its width
+_BARS_WIDTH = 120  # from this width on, numbers have bars, and the map is shown
+_BAR = 6  # width of a bar
 _BAD_REASONS = ("lost", "failed", "device_error", "missing")
 _WARNING_REASONS = ("straggler", "throttled")
 
@@ -40,9 +40,9 @@ def pane_lines(frame: TopFrame, view: TopView, width: int, height: int, bars: st
         table = _table_lines(frame, view, width, room, bars)
         if room == height:
             return table
-        below = rank_map_lines(frame.rank_times, width, _MAP_LINES, bars) if width >= _WIDEST else []
-        more = height - room - 1 - len(below)
-        below += _event_lines(frame, width)[:more] if more > 1 else []
+        below = rank_map_lines(frame.rank_times, width, _MAP_LINES, bars) if width >= _BARS_WIDTH else []
+        num_events = height - room - 1 - len(below)
+        below += _event_lines(frame, width)[:num_events] if num_events > 1 else []
         blank: list[Line] = [[]] * (room - len(table) + 1)
         return [*table, *blank, *below]
     lines = pane_content(frame, view, width)
@@ -51,7 +51,7 @@ def pane_lines(frame: TopFrame, view: TopView, width: int, height: int, bars: st
 
 def table_height(height: int) -> int:
     """Return the number of lines of the table with its header, in a pane of this height."""
-    return next((height - lines - 1 for at, lines in _SPLIT_HEIGHTS if height >= at), height)
+    return next((height - lines - 1 for min_height, lines in _SPLIT_HEIGHTS if height >= min_height), height)
 
 
 def num_lines_of(frame: TopFrame, view: TopView, width: int) -> int:
@@ -66,7 +66,7 @@ def pane_content(frame: TopFrame, view: TopView, width: int) -> list[Line]:
 
 def _table_lines(frame: TopFrame, view: TopView, width: int, height: int, bars: str = BARS) -> list[Line]:
     columns, host_width = (_WIDE_COLUMNS, 32) if width >= _WIDE else (_COLUMNS, 14)
-    if has_bars := width >= _WIDEST:
+    if has_bars := width >= _BARS_WIDTH:
         columns, host_width = {name: cells + (_BAR + 1) * (name in _RATIOS) for name, cells in columns.items()}, 20
     shown = frame.lines[view.offset : view.offset + height - 1]
     if view.order.by_host:
@@ -102,8 +102,8 @@ def _rank_and_host(line: RankLine | HostLine, host_width: int) -> str:
 
 
 def _host_reason(line: HostLine) -> str:
-    num = line.num_with_reason
-    return f"{num} of {line.ranks}: rank {line.worst.rank} {line.worst.text}" if num else ""
+    count = line.num_with_reason
+    return f"{count} of {line.ranks}: rank {line.worst.rank} {line.worst.text}" if count else ""
 
 
 def _number_text(line: RankLine | HostLine, column: str) -> str:
@@ -146,16 +146,16 @@ def _waterfall_lines(frame: TopFrame, width: int) -> list[Line]:
         return [[("waterfall", DIM)], [("none yet: the aggregator writes it after a minute", PLAIN)]]
     units = WaterfallUnits.of(waterfall)
     rows = [waterfall_header(units), *(waterfall_row(part, units) for part in waterfall.parts)]
-    widths = [max(cell_len(row[at]) for row in rows) for at in range(len(rows[0]))]
+    widths = [max(map(cell_len, column)) for column in zip(*rows, strict=True)]
     bar_room = max(width - sum(widths) - 2 * len(widths) - 2, 0)
     lines: list[Line] = []
-    for at, row in enumerate(rows):
+    for number, row in enumerate(rows):  # 0: the header
         text = fit(row[0], widths[0]) + "".join(
             "  " + fit(cell, cells, right=True) for cell, cells in zip(row[1:], widths[1:], strict=True)
         )
-        share = waterfall.parts[at - 1].share if at else 0.0
+        share = waterfall.parts[number - 1].share if number else 0.0
         bar = "#" * min(round(share * bar_room), bar_room)
-        lines.append([(text, PLAIN if at else DIM), ("  ", PLAIN), (bar, BOLD)])
+        lines.append([(text, PLAIN if number else DIM), ("  ", PLAIN), (bar, BOLD)])
     for note in waterfall_notes(waterfall):
         lines += [[(part, DIM)] for part in textwrap.wrap(note, width)]
     return lines

@@ -34,9 +34,9 @@ REASONS: dict[str, str] = {
     "hot": "temperature above the median GPU by at least 8 degrees",
     "step_time": "step time differs from the median by at least 5 %; this alone does not show a slow rank",
 }
-_PLACES = {name: place for place, name in enumerate(REASONS)}
+_ORDER = {name: index for index, name in enumerate(REASONS)}
 NO_REASON = len(REASONS)
-MIN_THROTTLED, MIN_WAIT, MIN_STEP, MIN_MEASURED, HOTTER_C = 0.2, 0.05, 0.05, 0.999, 8.0
+MIN_THROTTLED, MIN_WAIT, MIN_STEP, MIN_MEASURED, HOTTER_C = 0.2, 0.05, 0.05, 0.999, 8.0  # as in `REASONS`
 #: Maximum number of lines: a file or a page with a wrong number of ranks must not fill the memory.
 MAX_RANKS = 10**6
 
@@ -46,8 +46,8 @@ class RankLine(NamedTuple):
 
     rank: int
     host: str = ""
-    place: int = NO_REASON  # index of the worst reason in `REASONS`
-    size: float = 0.0  # size of the worst reason, larger is worse
+    reason_index: int = NO_REASON  # of the worst reason in `REASONS`
+    reason_size: float = 0.0  # of the worst reason, larger is worse
     reason: str = ""  # name in `REASONS`
     text: str = ""
     step_s: float | None = None
@@ -86,7 +86,7 @@ class HostLine(NamedTuple):
 
 
 #: Order of the table -> the field of which the largest value comes first.
-_FIELD = {
+_FIELD_OF = {
     "step": "step_s",
     "wait": "wait_ratio",
     "busy": "busy_ratio",
@@ -94,25 +94,25 @@ _FIELD = {
     "memory": "memory_gb",
     "temperature": "temperature_c",
 }
-SORTS = ("reason", *_FIELD, "rank", "host")
+SORTS = ("reason", *_FIELD_OF, "rank", "host")
 
 
 class RankTable:
     """The ranks of a job: those with a report or a reason, and the numbers of all others.
 
-    ``hosts`` has the known hosts by rank, and ``is_whole`` means that all reports of the window are in the run folder.
+    ``lines`` are the former, ``hosts`` is by rank; ``is_complete``: all reports of the window are in the run folder.
     """
 
     def __init__(self, lines: Sequence[RankLine], num_ranks: int, hosts: Mapping[int, str], is_complete: bool) -> None:
         self.known_lines, self.num_ranks, self.hosts, self.is_complete = lines, num_ranks, hosts, is_complete
-        self._orders: dict[tuple[str, str, bool], Sequence[RankLine | HostLine]] = {}
+        self._ordered: dict[tuple[str, str, bool], Sequence[RankLine | HostLine]] = {}  # results of `ordered`
 
     def ordered(self, sort: str, text: str, by_host: bool) -> Sequence[RankLine | HostLine]:
         """Return the lines in an order, only those that contain a text; an order is computed once."""
         key = sort, text, by_host
-        if key not in self._orders:
-            self._orders[key] = self._host_lines(sort, text) if by_host else self._rank_lines(sort, text)
-        return self._orders[key]
+        if key not in self._ordered:
+            self._ordered[key] = self._host_lines(sort, text) if by_host else self._rank_lines(sort, text)
+        return self._ordered[key]
 
     def lines_with_reason(self) -> list[RankLine]:
         return [line for line in self._rank_lines("reason", "") if line.reason]
@@ -138,21 +138,22 @@ def _rank_sort_key(sort: str) -> Callable[[RankLine], Any]:
     if sort == "rank":
         return lambda line: line.rank
     if sort == "host":
-        return lambda line: (line.host, line.place, -line.size, line.rank)
+        return lambda line: (line.host, line.reason_index, -line.reason_size, line.rank)
     if sort == "reason":
-        return lambda line: (line.place, -line.size, line.rank)
-    return lambda line: (getattr(line, _FIELD[sort]) is None, -(getattr(line, _FIELD[sort]) or 0.0), line.rank)
+        return lambda line: (line.reason_index, -line.reason_size, line.rank)
+    return lambda line: (getattr(line, _FIELD_OF[sort]) is None, -(getattr(line, _FIELD_OF[sort]) or 0.0), line.rank)
 
 
 def _host_sort_key(sort: str) -> Callable[[HostLine], Any]:
     if sort in ("rank", "host"):
         return lambda line: line.host if sort == "host" else line.worst.rank
     if sort == "reason":
-        return lambda line: (line.worst.place, -line.num_with_reason, -line.worst.size, line.host)
-    return lambda line: (getattr(line, _FIELD[sort]) is None, -(getattr(line, _FIELD[sort]) or 0.0), line.host)
+        return lambda line: (line.worst.reason_index, -line.num_with_reason, -line.worst.reason_size, line.host)
+    return lambda line: (getattr(line, _FIELD_OF[sort]) is None, -(getattr(line, _FIELD_OF[sort]) or 0.0), line.host)
 
 
 def _contains(line: RankLine, text: str) -> bool:
+    """Return whether the filter's text is the number of the rank, or a part of its host or its reasons."""
     return text == str(line.rank) or text in line.host or text in line.text or text in line.reason
 
 
@@ -187,14 +188,14 @@ def rank_table(
     """Return the table of a window of the job with ``num_ranks`` ranks, and the reports and states of ranks in it."""
     by_rank = {row.rank: row for row in rows}
     reasons_of: dict[int, list[_Reason]] = {}
-    for finding in _found_reasons(window, by_rank, states):
-        reasons_of.setdefault(finding.rank, []).append(finding)
+    for reason in _reasons(window, by_rank, states):
+        reasons_of.setdefault(reason.rank, []).append(reason)
     lines = []
     for rank in sorted({*by_rank, *reasons_of}):
         line = _line_of_report(rank, by_rank.get(rank), hosts.get(rank, ""), limits.get(rank, NO_LIMITS))
-        if reasons := sorted(reasons_of.get(rank, ()), key=lambda finding: (_PLACES[finding.reason], -finding.size)):
-            worst, text = reasons[0], "; ".join(finding.text for finding in reasons)
-            line = line._replace(place=_PLACES[worst.reason], size=worst.size, reason=worst.reason, text=text)
+        if reasons := sorted(reasons_of.get(rank, ()), key=lambda reason: (_ORDER[reason.name], -reason.size)):
+            worst, text = reasons[0], "; ".join(reason.text for reason in reasons)
+            line = line._replace(reason_index=_ORDER[worst.name], reason_size=worst.size, reason=worst.name, text=text)
         lines.append(line)
     is_complete = window is not None and len(rows) >= window.coverage.ranks_reporting > 0
     num_ranks = min(max(num_ranks, lines[-1].rank + 1 if lines else 0), MAX_RANKS)
@@ -224,12 +225,12 @@ def _line_of_report(rank: int, row: RankRow | None, host: str, limits: Limits = 
 
 class _Reason(NamedTuple):
     rank: int
-    reason: str  # a name in `REASONS`
-    size: float
+    name: str  # in `REASONS`
+    size: float  # larger is worse, among reasons of one name
     text: str
 
 
-def _found_reasons(window: WindowReport | None, rows: Mapping[int, RankRow], states: RankStates) -> Iterator[_Reason]:
+def _reasons(window: WindowReport | None, rows: Mapping[int, RankRow], states: RankStates) -> Iterator[_Reason]:
     for rank in states.lost:
         yield _Reason(rank, "lost", 0.0, "lost: no heartbeat for 15 s")
     for rank, text in states.failed.items():
@@ -243,7 +244,7 @@ def _found_reasons(window: WindowReport | None, rows: Mapping[int, RankRow], sta
     for verdict in window.stragglers:
         text = straggler_text(verdict)
         yield from (_Reason(rank, "straggler", verdict.slowdown, text) for rank in verdict.ranks)
-    slowest = window.straggler  # all that a page of metrics has of a verdict
+    slowest = window.straggler  # a page of metrics has only this one, without its verdict
     if slowest is not None and not window.stragglers:
         more = slowest.time_s / slowest.median_s - 1
         yield _Reason(slowest.rank, "straggler", more, f"own time {100 * more:+.0f} %")
@@ -262,18 +263,18 @@ def _reasons_of_reports(window: WindowReport, rows: Mapping[int, RankRow]) -> It
     is_complete = len(rows) >= window.coverage.ranks_reporting > 2
     lines = [_line_of_report(rank, row, "") for rank, row in rows.items()]
     waits = [line.wait_ratio for line in lines if line.wait_ratio is not None]
-    heats = [line.temperature_c for line in lines if line.temperature_c is not None]
+    temperatures_c = [line.temperature_c for line in lines if line.temperature_c is not None]
     # The median of outliers is not the median of the job.
     usual_wait = median(waits) if waits and is_complete else window.values.get("throughput/data_wait_ratio")
-    usual_heat = median(heats) if heats and is_complete else None
+    usual_c = median(temperatures_c) if temperatures_c and is_complete else None
     for line in lines:
-        row, wait, heat = rows[line.rank], line.wait_ratio or 0.0, line.temperature_c or 0.0
+        row, wait, temperature_c = rows[line.rank], line.wait_ratio or 0.0, line.temperature_c or 0.0
         if steps is not None and steps.median > 0 and line.step_s is not None:
             more = line.step_s / steps.median - 1
             if abs(more) >= MIN_STEP:
                 yield _Reason(line.rank, "step_time", abs(more), f"step time {100 * more:+.0f} % of the median")
-        if usual_heat is not None and heat >= usual_heat + HOTTER_C:
-            yield _Reason(line.rank, "hot", heat, f"{heat:.0f} degC, median {usual_heat:.0f}")
+        if usual_c is not None and temperature_c >= usual_c + HOTTER_C:
+            yield _Reason(line.rank, "hot", temperature_c, f"{temperature_c:.0f} degC, median {usual_c:.0f}")
         if row.coverage is not None and row.coverage < MIN_MEASURED:
             gap = 1 - row.coverage
             yield _Reason(line.rank, "not_measured", gap, f"{100 * gap:.1f} % of the window not measured")
@@ -316,7 +317,7 @@ class EventHistory:
     def __init__(self) -> None:
         self._shown: deque[Event] = deque(maxlen=MAX_EVENTS)
         self._changes: list[Event] = []  # that change the state of a rank or of the job
-        self._last_states: dict[tuple[int, float], RankStates] = {}
+        self._last_states: dict[tuple[int, float], RankStates] = {}  # last result of `states`, by changes and moment
 
     def add_events(self, events: Iterable[Event]) -> None:
         for event in events:
@@ -338,6 +339,7 @@ class EventHistory:
 
 
 def _states_after(changes: Iterable[Event]) -> RankStates:
+    """Return the states after the events; a new attempt begins without lost, failed and stalled ranks."""
     lost: set[int] = set()
     failed: dict[int, str] = {}
     errors: dict[int, str] = {}

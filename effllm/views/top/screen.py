@@ -65,7 +65,7 @@ def value_lines(frame: TopFrame, width: int) -> list[Line]:
     """Return the values in as many columns as fit."""
     columns = max(min(width // CELL_WIDTH, MAX_COLUMNS), 1)
     cells = list(_styled_cells(frame))
-    return [[part for cell in cells[at : at + columns] for part in cell] for at in range(0, len(cells), columns)]
+    return [[part for cell in cells[n : n + columns] for part in cell] for n in range(0, len(cells), columns)]
 
 
 def _styled_cells(frame: TopFrame) -> Iterator[list[tuple[str, int]]]:
@@ -102,14 +102,14 @@ def page_height(frame: TopFrame, width: int, height: int, view: TopView) -> int:
 
 def head_lines(frame: TopFrame, width: int, height: int, bars: str = BARS) -> list[Line]:
     """Return the lines above the pane."""
-    is_brief = height < 16
-    most = 1 if is_brief else 3  # lines of the verdict, and problems
-    lines: list[Line] = [_title(frame, width), *_verdict_lines(frame)[:most], *value_lines(frame, width)]
+    is_brief = height < 16  # a terminal that has no room for more
+    max_shown = 1 if is_brief else 3  # lines of the verdict, and problems
+    lines: list[Line] = [_title(frame, width), *_verdict_lines(frame)[:max_shown], *value_lines(frame, width)]
     if not is_brief:
         is_large = width >= CHARTS_FROM[0] and height >= CHARTS_FROM[1]
         lines += chart_lines(frame, width, bars) if is_large else spark_lines(frame, width, bars)
-    lines += [[("!! " + one_line(problem.text), BAD)] for problem in frame.problems[:most]]
-    if (more := len(frame.problems) - most) > 0 and not is_brief:
+    lines += [[("!! " + one_line(problem.text), BAD)] for problem in frame.problems[:max_shown]]
+    if (more := len(frame.problems) - max_shown) > 0 and not is_brief:
         lines.append([(f"!! {count_text(more, 'more problem')}: effllm top --once --json lists all", BAD)])
     return lines
 
@@ -134,24 +134,24 @@ def _title(frame: TopFrame, width: int) -> Line:
 
 def _title_parts(frame: TopFrame) -> Iterator[tuple[str, int, int]]:
     """Yield the fields of each `TitlePart` of the first line."""
-    head, seen = frame.head, frame.coverage
+    head, coverage = frame.head, frame.coverage
     yield one_line(head.name), BOLD, 0
     status = one_line(head.status).replace("_", " ")
     yield status, BAD if head.status in BROKEN else _STYLE_OF_STATUS.get(head.status, PLAIN), 0
     if head.simulated:
         yield "SIMULATED", WARNING, 1
     if head.iteration is not None:
-        of = f"/{head.total_iterations}" if head.total_iterations else ""
-        yield f"{'it' if head.style == 'Iteration' else 'step'} {head.iteration}{of}", PLAIN, 2
-    if seen is not None:
-        yield f"ranks {_of_expected(seen.ranks_reporting, seen.ranks_expected)}", PLAIN, 3
+        of_total = f"/{head.total_iterations}" if head.total_iterations else ""
+        yield f"{'it' if head.style == 'Iteration' else 'step'} {head.iteration}{of_total}", PLAIN, 2
+    if coverage is not None:
+        yield f"ranks {_of_expected(coverage.ranks_reporting, coverage.ranks_expected)}", PLAIN, 3
     if head.elapsed_s is not None:
         yield duration(head.elapsed_s), PLAIN, 4
     if (remaining := head.forecast.get(REMAINING_S)) is not None:
         yield f"eta {duration(remaining.value)}", PLAIN, 5
         yield f"at its end: {', '.join(forecast_texts(head.forecast, head.currency))}", DIM, 9
-    if seen is not None and seen.gpus_expected:
-        yield f"GPUs {_of_expected(seen.gpus_measured, seen.gpus_expected)}", PLAIN, 6
+    if coverage is not None and coverage.gpus_expected:
+        yield f"GPUs {_of_expected(coverage.gpus_measured, coverage.gpus_expected)}", PLAIN, 6
     if frame.over:
         yield frame.over, DIM, 4
     if head.user:
@@ -187,9 +187,9 @@ def _foot_lines(frame: TopFrame, view: TopView, width: int, notice: str) -> Iter
         yield [("filter: ", DIM), (one_line(view.order.text), BOLD), ("_" if view.is_typing else "  (Esc clears)", DIM)]
     place = frame.place
     if not place.is_newest or view.is_playing:
-        at = "" if place.time_s is None else local_time(" %Y-%m-%d %H:%M:%S", place.time_s)
+        moment = "" if place.time_s is None else local_time(" %Y-%m-%d %H:%M:%S", place.time_s)
         speed = f"{SPEEDS[view.speed]} windows/s" if view.is_playing else "paused"
-        text = f"replay{at}  window {place.window}  {100 * place.share:.0f} %  {speed}  End: newest"
+        text = f"replay{moment}  window {place.window}  {100 * place.share:.0f} %  {speed}  End: newest"
         yield [(fit(text, width), REVERSE)]
     else:
         yield [(fit(_KEYS, width), REVERSE)]
@@ -197,11 +197,11 @@ def _foot_lines(frame: TopFrame, view: TopView, width: int, notice: str) -> Iter
 
 def _outlier_note(frame: TopFrame) -> Iterator[str]:
     """Yield a line if most ranks have no values in the run folder."""
-    seen = frame.coverage
-    if seen is not None and not frame.ranks.is_complete and frame.place.window is not None:
+    coverage = frame.coverage
+    if coverage is not None and not frame.ranks.is_complete and frame.place.window is not None:
         count = sum(line.step_s is not None for line in frame.ranks.known_lines)
-        why = ": above 256 ranks only outliers are kept" if seen.ranks_expected > MAX_RANKS_WITH_REPORTS else ""
-        yield f"values of {count:,} of {seen.ranks_expected:,} ranks{why}"
+        why = ": above 256 ranks only outliers are kept" if coverage.ranks_expected > MAX_RANKS_WITH_REPORTS else ""
+        yield f"values of {count:,} of {coverage.ranks_expected:,} ranks{why}"
 
 
 def plain_frame(frame: TopFrame, width: int, height: int, bars: str = BARS) -> Sequence[Line]:

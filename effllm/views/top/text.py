@@ -35,15 +35,15 @@ def _cut(text: str, width: int) -> str:
 def clipped(line: Line, width: int) -> Line:
     """Return a line with at most ``width`` cells."""
     parts: list[tuple[str, int]] = []
-    left = width
+    cells_left = width
     for text, style in line:
         cells = cell_len(text)
-        if cells > left:
-            if left:
-                parts.append((_cut(text, left), style))
+        if cells > cells_left:
+            if cells_left:
+                parts.append((_cut(text, cells_left), style))
             break
         parts.append((text, style))
-        left -= cells
+        cells_left -= cells
     return parts
 
 
@@ -60,10 +60,10 @@ def sparkline(values: Sequence[float | None], width: int, bars: str = BARS) -> s
     >>> sparkline([1.0, 2.0, None, 8.0], 10)
     '▁▂ █'
     """
-    per_cell = -(-len(values) // width) if width > 0 and values else 1
+    per_cell = -(-len(values) // width) if width > 0 and values else 1  # rounded up
     cells = []
-    for at in range(0, len(values), per_cell):
-        measured = [value for value in values[at : at + per_cell] if value is not None]
+    for first in range(0, len(values), per_cell):
+        measured = [value for value in values[first : first + per_cell] if value is not None]
         cells.append(max(measured) if measured else None)
     shown = [value for value in cells if value is not None]
     if not shown:

@@ -33,11 +33,11 @@ KEYS: dict[str, str] = {
 
 
 class Order(NamedTuple):
-    """The order of the table."""
+    """The order of the table, and its filter."""
 
     sort: str = SORTS[0]
-    text: str = ""
-    by_host: bool = False
+    text: str = ""  # only lines that contain it
+    by_host: bool = False  # whether a line is a host
 
 
 class TopView(NamedTuple):
@@ -103,9 +103,9 @@ def _toggle_replay(view: TopView, shown: ShownPane) -> tuple[TopView, Action | N
 
 
 def _view_after_key(view: TopView, key: str, shown: ShownPane) -> TopView:
-    lines = {"pgup": -shown.num_shown, "pgdn": shown.num_shown, **_SCROLL_LINES}.get(key)
-    if lines is not None:
-        return view._replace(offset=max(0, min(view.offset + lines, shown.num_lines - shown.num_shown)))
+    scrolled = {"pgup": -shown.num_shown, "pgdn": shown.num_shown, **_SCROLL_LINES}.get(key)
+    if scrolled is not None:
+        return view._replace(offset=max(0, min(view.offset + scrolled, shown.num_lines - shown.num_shown)))
     if key in _PANE_OF_KEY:
         pane = RANKS if _PANE_OF_KEY[key] == view.pane else _PANE_OF_KEY[key]
         return view._replace(pane=pane, offset=0)
