@@ -18,12 +18,12 @@ def write_json(path: str | Path, body: Any) -> Path:
     target = Path(path)
     target.parent.mkdir(parents=True, exist_ok=True)
     text = json.dumps(_with_null(body), indent=2, allow_nan=False) + "\n"
-    new = target.with_name(f".{target.name}.{os.getpid()}.new")
+    new_file = target.with_name(f".{target.name}.{os.getpid()}.new")
     try:
-        new.write_text(text, encoding="utf-8")
-        new.replace(target)
+        new_file.write_text(text, encoding="utf-8")
+        new_file.replace(target)
     finally:
-        new.unlink(missing_ok=True)
+        new_file.unlink(missing_ok=True)
     return target
 
 

@@ -45,7 +45,7 @@ class MonitoredDevices:
             self._shares_gpu = cuda is not None and cuda.device_count() == 1
 
     def positions(self, facts: Facts) -> list[int]:
-        """Return the positions of the devices to measure.
+        """Return the positions in ``facts`` of the devices to measure; power sensors of the node are left out.
 
         Without a GPU, the sensors of the host are measured for any device, as by the other instruments. They do not
         stand for a GPU that cannot be read, if this GPU was asked for.
@@ -78,8 +78,8 @@ class MonitoredDevices:
         # A reason about the GPU comes first, because it explains why the sensors of the host were read.
         reasons = [text for n in chosen for text in _reasons_about_gpus(facts[n])]
         reasons += [text for text in unmeasured if "energy" in text]
-        first = reasons[0].removeprefix("energy: ") if reasons else f"{self.names(facts)} has no reading of energy here"
-        return one_line(first)
+        unknown = f"{self.names(facts)} has no reading of energy here"
+        return one_line(reasons[0].removeprefix("energy: ") if reasons else unknown)
 
 
 def _reasons_about_gpus(device: Mapping[str, Any]) -> list[str]:

@@ -198,47 +198,47 @@ class TrainingTimer:
 
     def start(self, name: str) -> None:
         """Begin a part."""
-        timed = self._timers.get(name)
-        if timed is None:
+        timer = self._timers.get(name)
+        if timer is None:
             if len(self._timers) >= MAX_NAMES:
                 self._warn_once(f"more than {MAX_NAMES} timers: {name} is not measured")
                 return
-            timed = self._timers[name] = _Timer(name)
-        if timed.is_started:
+            timer = self._timers[name] = _Timer(name)
+        if timer.is_started:
             self._warn_once(f"timer {name} was started twice without a stop; the first start does not count")
-        timed.is_started = True
-        timed.start = time.monotonic_ns() if self._index is None else self._record_event()
+        timer.is_started = True
+        timer.start = time.monotonic_ns() if self._index is None else self._record_event()
 
     def stop(self, name: str) -> float:
         """End a part; return its seconds, or NaN if they are not known yet, as on a GPU without ``sync``."""
-        timed = self._timers.get(name)
-        if timed is None or not timed.is_started:
+        timer = self._timers.get(name)
+        if timer is None or not timer.is_started:
             self._warn_once(f"timer {name} was stopped without a start; this stop is ignored")
             return NAN
-        timed.is_started = False
+        timer.is_started = False
         if self._index is None:
-            seconds: float = (time.monotonic_ns() - timed.start) * 1e-9
-            timed.add(seconds)
+            seconds: float = (time.monotonic_ns() - timer.start) * 1e-9
+            timer.add(seconds)
             return seconds
-        return self._stop_on_device(timed)
+        return self._stop_on_device(timer)
 
     @contextlib.contextmanager
     def time(self, name: str) -> Iterator[None]:
         """Time a block, or a function if used as a decorator; a part that raises an exception is measured too."""
-        timed = self._timers.get(name)
-        if timed is not None and timed.in_block:
+        timer = self._timers.get(name)
+        if timer is not None and timer.in_block:
             yield
             return
         self.start(name)  # replaces an earlier `start` without a stop, as after an exception
-        timed = self._timers.get(name)
-        if timed is None:
+        timer = self._timers.get(name)
+        if timer is None:
             yield
             return
-        timed.in_block = True
+        timer.in_block = True
         try:
             yield
         finally:
-            timed.in_block = False
+            timer.in_block = False
             self.stop(name)
 
     def get_summary(self) -> dict[str, dict[str, Any]]:
@@ -249,11 +249,11 @@ class TrainingTimer:
 
         This call sorts the newest times of each timer on the calling thread: call it after an epoch, not in every step.
         """
-        for timed in self._timers.values():
-            self._add_reached_times(timed)
+        for timer in self._timers.values():
+            self._add_reached_times(timer)
         iteration = self._timers.get(ITERATION)
         iterations_s = iteration.statistics.moments.total if iteration is not None else 0.0
-        return {name: _summary(timed, iterations_s) for name, timed in self._timers.items()}
+        return {name: _summary(timer, iterations_s) for name, timer in self._timers.items()}
 
     # --- on a GPU ---
 
@@ -270,33 +270,33 @@ class TrainingTimer:
             return None
         return event
 
-    def _stop_on_device(self, timed: _Timer) -> float:
-        self._add_reached_times(timed)
-        start, timed.start = timed.start, None
-        end = self._record_event() if start is not None and len(timed.pending) < MAX_PENDING else None
+    def _stop_on_device(self, timer: _Timer) -> float:
+        self._add_reached_times(timer)
+        start, timer.start = timer.start, None
+        end = self._record_event() if start is not None and len(timer.pending) < MAX_PENDING else None
         if not self._is_device_checked:
             self._is_device_checked = warn_of_other_device(self._index or 0)
         if end is None:
-            timed.num_not_measured += 1
+            timer.num_not_measured += 1
             return NAN
-        timed.pending.append((start, end))
+        timer.pending.append((start, end))
         if not self._sync:
             return NAN
-        return timed.statistics.recent[-1] if self._add_reached_times(timed, wait_for=end) else NAN
+        return timer.statistics.recent[-1] if self._add_reached_times(timer, wait_for=end) else NAN
 
-    def _add_reached_times(self, timed: _Timer, wait_for: Any = None) -> bool:
+    def _add_reached_times(self, timer: _Timer, wait_for: Any = None) -> bool:
         """Add the times whose events the device has reached; ``False`` if an event cannot be read."""
         try:
             if wait_for is not None:
                 wait_for.synchronize()
-            while timed.pending and timed.pending[0][1].query():
-                start, end = timed.pending[0]
-                timed.add(start.elapsed_time(end) * 1e-3)
-                timed.pending.popleft()
+            while timer.pending and timer.pending[0][1].query():
+                start, end = timer.pending[0]
+                timer.add(start.elapsed_time(end) * 1e-3)
+                timer.pending.popleft()
                 self._unused_events += (start, end)
         except Exception as error:  # noqa: BLE001 - the loop must go on
-            timed.num_not_measured += len(timed.pending)
-            timed.pending.clear()
+            timer.num_not_measured += len(timer.pending)
+            timer.pending.clear()
             self._warn_of(error)
             return False
         return True
@@ -305,8 +305,8 @@ class TrainingTimer:
         self._warn_once(f"times on cuda:{self._index} cannot be read and are not measured: {first_line(error)}")
 
 
-def _summary(timed: _Timer, iterations_s: float) -> dict[str, Any]:
-    moments, shown = timed.statistics.moments, percentiles_of(timed.statistics, timed.value_name)
+def _summary(timer: _Timer, iterations_s: float) -> dict[str, Any]:
+    moments, shown = timer.statistics.moments, percentiles_of(timer.statistics, timer.value_name)
     summary = {
         "count": moments.count,
         "mean_sec": moments.mean,
@@ -320,5 +320,5 @@ def _summary(timed: _Timer, iterations_s: float) -> dict[str, Any]:
         "total_sec": moments.total,
         "share_of_iteration": moments.total / iterations_s if iterations_s > 0 else NAN,
     }
-    missing = timed.num_not_measured + len(timed.pending)
+    missing = timer.num_not_measured + len(timer.pending)
     return {**summary, "not_measured": missing} if missing else summary

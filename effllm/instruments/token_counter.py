@@ -64,8 +64,8 @@ class CountingCollator:
             self._has_unknown = True
             return
         self._has_text = self._has_text or bool(counts.source)
-        more = (counts.samples, counts.tokens_processed, counts.tokens, counts.tokens_loss)
-        self._sums = [before + value for before, value in zip(self._sums, more, strict=True)]
+        of_batch = (counts.samples, counts.tokens_processed, counts.tokens, counts.tokens_loss)
+        self._sums = [total + value for total, value in zip(self._sums, of_batch, strict=True)]
 
     @property
     def samples(self) -> float:

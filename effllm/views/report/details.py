@@ -84,18 +84,18 @@ def ranks(run: RecordedRun) -> Child:
     longest_s = max((sums.step_s or 0.0 for _, sums in shown), default=0.0)
     rows = [_rank_row(rank, sums, longest_s) for rank, sums in shown]
     what = "the slowest ranks first" if has_all else "the ranks that were most often an outlier first"
-    about = [
+    notes = [
         f"Means over the windows that end in the iterations {reports.first_end_iteration:,} to "
         f"{reports.last_end_iteration:,}.",
         *_limit_sentences(run, world_size),
     ]
     if run.summary is not None and run.summary.last_ranks.by_rank:
-        about.append(f"Slowest: {slowest_text(run.summary)}.")
+        notes.append(f"Slowest: {slowest_text(run.summary)}.")
     return together(
         heat_map(run),
         _spread_table(run),
         table(f"{len(shown):,} of {world_size:,} ranks, {what}", _RANK_HEADER, rows, range(4)),
-        sentences(about),
+        sentences(notes),
     )
 
 
@@ -120,13 +120,13 @@ def heat_map(run: RecordedRun) -> Markup | None:
     what = "own time, from the start of a step to the first wait for other ranks" if times.has_own else "step time"
     limit = f" The first {MAX_TIMED_RANKS} ranks." if len(ranks) == MAX_TIMED_RANKS else ""
     label = f"Each rank's {what}, against the median of the ranks, over the windows"
-    about = (
+    text = (
         f"{label}: at most {100 * largest:.0f} % longer; the full colour is {100 * _FULL_COLOUR_EXCESS:.0f} %. "
         f"Rank {ranks[0]} is at the top, rank {ranks[-1]} at the bottom.{limit}"
     )
     size = f"0 0 {WIDTH} {len(ranks) * _ROW}"
     drawing = element("svg", cells, viewBox=size, preserveAspectRatio="none", role="img", aria_label=label)
-    return together(element("p", about), element("div", drawing, class_="heat"))
+    return together(element("p", text), element("div", drawing, class_="heat"))
 
 
 def _spread_table(run: RecordedRun) -> Markup | None:
@@ -190,9 +190,9 @@ def goodput(run: RecordedRun) -> Child:
         for name, seconds in sorted(summary.seconds.items(), key=lambda item: -item[1])
         if seconds > 0
     ]
-    about = f"Goodput {ratio} of {duration(summary.elapsed_s)}: kept iterations and generation"
+    caption = f"Goodput {ratio} of {duration(summary.elapsed_s)}: kept iterations and generation"
     header = ("class", "seconds (mean over ranks)", "of the time", "J (all ranks)", "of the energy")
-    return together(table(about, header, rows), _attempts_table(summary))
+    return together(table(caption, header, rows), _attempts_table(summary))
 
 
 def _joules_cells(summary: GoodputSummary, name: str, total_j: float) -> list[Child]:
@@ -265,16 +265,16 @@ def events(run: RecordedRun) -> Child:
         [kind, f"{count:,}", KINDS[kind].help if kind in KINDS else "not a known kind"]
         for kind, count in sorted(counts.items(), key=lambda item: (not is_problem(item[0]), -item[1]))
     ]
-    about = []
+    notes = []
     if left_out > 0:
-        about.append(
+        notes.append(
             f"{left_out:,} more events are not listed: the list has the newest problems and the newest others."
         )
     if run.events.unread_bytes:
-        about.append(f"{run.events.unread_bytes / 2**20:,.0f} MiB of older events were not read.")
+        notes.append(f"{run.events.unread_bytes / 2**20:,.0f} MiB of older events were not read.")
     return together(
         _event_table(f"{len(shown):,} events, oldest first; problems are bold", shown, MAX_LETTERS),
-        sentences(about),
+        sentences(notes),
         collapsed("Number of events by kind", table("Problems first", ("kind", "events", "meaning"), kinds, (0, 2))),
     )
 
@@ -301,10 +301,10 @@ def utc_text(time_s: float) -> str:
 def definitions(summaries: Sequence[Summary]) -> Markup:
     """Return the meaning of the metrics and of the verdicts' causes."""
     names = {tag.rpartition("/")[2] for summary in summaries for tag in summary.metrics}
-    shown = [(entry.name, f"{entry.help} Unit: {entry.unit}.") for entry in METRICS.values() if entry.name in names]
+    metrics = [(entry.name, f"{entry.help} Unit: {entry.unit}.") for entry in METRICS.values() if entry.name in names]
     return section(
         "definitions",
         "Definitions",
-        collapsed("Metrics", facts(shown)),
+        collapsed("Metrics", facts(metrics)),
         collapsed("Causes of verdicts", facts((name.replace("_", " "), text) for name, text in CAUSES.items())),
     )

@@ -155,8 +155,8 @@ def _header(runs: Sequence[RecordedRun]) -> Markup:
             state = "continues" if run.continues else "has not ended, and its summary is old: it may have been killed"
             updated = details.utc_text(run.summary.updated_time_s)
             notes.append(element("p", f"{run.name} {state}; its summary is of {updated} UTC.", class_="banner"))
-    made = f"Made by effllm {__version__} on {details.utc_text(time.time())} UTC."
-    return element("header", element("h1", _title(runs)), together(*notes), element("p", made, class_="note"))
+    made_by = f"Made by effllm {__version__} on {details.utc_text(time.time())} UTC."
+    return element("header", element("h1", _title(runs)), together(*notes), element("p", made_by, class_="note"))
 
 
 def _title(runs: Sequence[RecordedRun]) -> str:

@@ -129,8 +129,8 @@ class ValueAxis(NamedTuple):
         low, high = min(values), max(values)
         if 0 <= low < _FROM_ZERO * high:
             low = 0.0
-        if (missing := _MIN_RANGE * max(abs(high), abs(low)) - (high - low)) >= 0:
-            margin = missing / 2 or 1.0
+        if (widening := _MIN_RANGE * max(abs(high), abs(low)) - (high - low)) >= 0:
+            margin = widening / 2 or 1.0  # 1.0: all values are 0
             low, high = low - margin, high + margin
         step = _axis_step((high - low) / 4)
         first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)  # 1e-9: errors of the division
@@ -220,9 +220,9 @@ def _has_own_axis(tag: str) -> bool:  # a loss over tokens or time, not over ite
 
 def x_range(lines: Sequence[DrawnLine], runs: Sequence[RunCurves]) -> tuple[float, float]:
     """Return the ends of the horizontal axis: of lines with an own axis, else of all curves over the iterations."""
-    own = {line.tag for line in lines if _has_own_axis(line.tag)}
+    own_tags = {line.tag for line in lines if _has_own_axis(line.tag)}
     curves = [(tag, xy) for run in runs for tag, xy in run.points.items()]
-    points = [xy for tag, xy in curves if (tag in own if own else not _has_own_axis(tag))]
+    points = [xy for tag, xy in curves if (tag in own_tags if own_tags else not _has_own_axis(tag))]
     ends = [end for xs, _ in points if len(xs) for end in (min(xs), max(xs))]
     first, last = min(ends, default=0.0), max(ends, default=1.0)
     return (first, last) if last > first else (first - 1, last + 1)

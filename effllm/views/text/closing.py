@@ -224,8 +224,8 @@ def _ran(summary: Summary, is_long: bool) -> Iterator[str]:
 def _slow_rank_texts(summary: Summary) -> Iterator[str]:
     if summary.stragglers:
         yield stragglers_text(summary.stragglers)
-    last = summary.last_ranks
-    if summary.coverage.ranks_expected > 2 and last.dominant_last_rank[1] > MIN_LAST_SHARE * last.iterations:
+    ranks = summary.last_ranks
+    if summary.coverage.ranks_expected > 2 and ranks.dominant_last_rank[1] > MIN_LAST_SHARE * ranks.iterations:
         yield slowest_text(summary)
 
 

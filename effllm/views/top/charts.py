@@ -149,7 +149,7 @@ def rank_map_lines(rank_times: RankTimes, width: int, height: int, bars: str) ->
                 text, style = " ", DIM
             else:
                 text, style = next((letter, style) for ratio, letter, style in cells if own_ratio >= ratio)
-            if line[-1][1] == style and len(line) > 1:
+            if line[-1][1] == style and len(line) > 1:  # neighbours of one style are one part
                 line[-1] = line[-1][0] + text, style
             else:
                 line.append((text, style))

@@ -246,8 +246,8 @@ def _reasons(window: WindowReport | None, rows: Mapping[int, RankRow], states: R
         yield from (_Reason(rank, "straggler", verdict.slowdown, text) for rank in verdict.ranks)
     slowest = window.straggler  # a page of metrics has only this one, without its verdict
     if slowest is not None and not window.stragglers:
-        more = slowest.time_s / slowest.median_s - 1
-        yield _Reason(slowest.rank, "straggler", more, f"own time {100 * more:+.0f} %")
+        excess = slowest.time_s / slowest.median_s - 1
+        yield _Reason(slowest.rank, "straggler", excess, f"own time {100 * excess:+.0f} %")
     yield from _reasons_of_reports(window, rows)
 
 
@@ -270,9 +270,9 @@ def _reasons_of_reports(window: WindowReport, rows: Mapping[int, RankRow]) -> It
     for line in lines:
         row, wait, temperature_c = rows[line.rank], line.wait_ratio or 0.0, line.temperature_c or 0.0
         if steps is not None and steps.median > 0 and line.step_s is not None:
-            more = line.step_s / steps.median - 1
-            if abs(more) >= MIN_STEP:
-                yield _Reason(line.rank, "step_time", abs(more), f"step time {100 * more:+.0f} % of the median")
+            excess = line.step_s / steps.median - 1
+            if abs(excess) >= MIN_STEP:
+                yield _Reason(line.rank, "step_time", abs(excess), f"step time {100 * excess:+.0f} % of the median")
         if usual_c is not None and temperature_c >= usual_c + HOTTER_C:
             yield _Reason(line.rank, "hot", temperature_c, f"{temperature_c:.0f} degC, median {usual_c:.0f}")
         if row.coverage is not None and row.coverage < MIN_MEASURED:
