@@ -222,6 +222,7 @@ class RobustGPUMonitor:
         return answered
 
     def _read_answers(self) -> None:
+        """Add the readings of newly answered spans to the total, or take them as the baseline."""
         spans = self._chain.take_answers() if self._chain is not None else []
         chosen = self._devices.positions(self._device_facts) if spans else []
         for span in spans:

@@ -68,14 +68,13 @@ def _measured_logs(values: dict[str, float], step_key: str, step: int) -> dict[s
 def final_values(steps: SpanReadings, epochs: float, intensity_kg_per_kwh: float | None) -> dict[str, float]:
     """Return the final values; ``nan`` for an unmeasured value, and for CO2 without a carbon intensity."""
     kwh = steps.joules / J_PER_WH / 1000.0
+    co2_kg = NAN if intensity_kg_per_kwh is None else kwh * intensity_kg_per_kwh
     return {
         "final_energy/total_energy_consumed_kwh": kwh,
         "final_energy/energy_per_step_wh": steps.wh_per_span,
         "final_energy/energy_per_epoch_kwh": kwh / epochs if epochs > 0 else NAN,
         "final_energy/energy_efficiency_score": steps.efficiency,
-        "final_energy/carbon_footprint_estimate_kg": NAN
-        if intensity_kg_per_kwh is None
-        else kwh * intensity_kg_per_kwh,
+        "final_energy/carbon_footprint_estimate_kg": co2_kg,
     }
 
 

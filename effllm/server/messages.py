@@ -83,10 +83,9 @@ class Messages:
         for rank, sequence in sequences.items():
             peer = self._peers.peer_by_rank.get(rank)
             if peer is not None:
-                frame = frames.get(sequence)
-                if frame is None:
-                    frame = frames[sequence] = encode(wire.Ack(sequence, iteration, values, num_reports))
-                self._socket.send_frame(peer, frame)
+                if sequence not in frames:
+                    frames[sequence] = encode(wire.Ack(sequence, iteration, values, num_reports))
+                self._socket.send_frame(peer, frames[sequence])
 
     def request_stacks(self) -> None:
         """Request the stacks of stalled ranks, and recordings of the stacks of ranks with a new loss."""

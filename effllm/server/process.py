@@ -244,6 +244,7 @@ class Server:
             gc.freeze()
 
     def _tick(self, now: Now) -> None:
+        """Record rejected peers and lost ranks, close windows, write changed facts, and the summary before a kill."""
         for event in self._peers.take_events():
             self._aggregator.events.record(event)
         self._aggregator.ledger.note_own_costs(time.process_time(), self._socket.received_bytes)
