@@ -23,7 +23,7 @@ class WindowRow(WindowReport, frozen=True, kw_only=True):
 
 
 def totals_of(keys: Mapping[str, Any], constants: JobConstants | None = None) -> ClusterTotals:
-    """Return the totals from an object of a line; the inverse of `keys_of`.
+    """Return the totals from an object of a line; the inverse of `totals_by_key`.
 
     Raises:
         msgspec.ValidationError: a value has a wrong type.

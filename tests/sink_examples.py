@@ -26,7 +26,7 @@ from effllm.records.job import (
 from effllm.records.rank import DeviceWindow, Integrals, Profile, RankReport
 from effllm.records.verdict import Evidence, Straggler, Verdict
 from effllm.sinks import RunInfo
-from effllm.store.reader import keys_of
+from effllm.store.reader import totals_by_key
 
 GIB = 2**30
 
@@ -44,7 +44,7 @@ def make_totals(**keys: Any) -> ClusterTotals:
 
 def with_keys(totals: ClusterTotals, **keys: Any) -> ClusterTotals:
     """Return a copy of the totals with other values for some keys."""
-    return make_totals(**{**keys_of(totals), **msgspec.structs.asdict(totals.constants), **keys})
+    return make_totals(**{**totals_by_key(totals), **msgspec.structs.asdict(totals.constants), **keys})
 
 
 def totals(iterations: int, gpus: int = 8) -> ClusterTotals:

@@ -35,7 +35,7 @@ def export_csv(runs: Runs, path: Path) -> int:
         {name: json.dumps(cell, ensure_ascii=False) if isinstance(cell, (list, dict)) else cell for name, cell in row}
         for row in (zip(names, values, strict=True) for values in relation.fetchall())
     ]
-    return csv_file.append_rows(path, names, rows, without_known=True)
+    return csv_file.append_rows(path, names, rows, skip_existing=True)
 
 
 def export_json(runs: Runs, path: Path) -> int:
@@ -53,19 +53,19 @@ def export_parquet(runs: Runs, folder: Path) -> int:
     """
     version = folder / f"v{SCHEMA_VERSION}"
     _make_folders(version)
-    file = os.open(folder / ".lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-    with regular_file.locked(file, folder, LOCK_TIMEOUT_S):
+    descriptor = os.open(folder / ".lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    with regular_file.locked(descriptor, folder, LOCK_TIMEOUT_S):
         for name in COLUMNS:
             runs.read_tables_of(name)
         execute = runs.connection.execute
-        month = "CASE WHEN year(started_utc) BETWEEN 1970 AND 9999 THEN strftime(started_utc, '%Y-%m') END"
-        execute(f"CREATE OR REPLACE TEMP TABLE parts AS SELECT folder, project, {month} AS month FROM runs")
+        month_sql = "CASE WHEN year(started_utc) BETWEEN 1970 AND 9999 THEN strftime(started_utc, '%Y-%m') END"
+        execute(f"CREATE OR REPLACE TEMP TABLE parts AS SELECT folder, project, {month_sql} AS month FROM runs")
         parts = execute("SELECT DISTINCT project, month FROM parts ORDER BY ALL").fetchall()
         files = [(table, project, month) for table in COLUMNS for project, month in parts]
-        for table, project, month_ in files:
-            place = version / table / f"project={_partition_name(project)}" / f"month={_partition_name(month_)}"
-            _make_folders(place)
-            _write_part(runs.connection, table, project, month_, place / "data.parquet")
+        for table, project, month in files:
+            partition = version / table / f"project={_partition_name(project)}" / f"month={_partition_name(month)}"
+            _make_folders(partition)
+            _write_part(runs.connection, table, project, month, partition / "data.parquet")
     return len(files)
 
 
@@ -100,7 +100,7 @@ def _partition_name(value: str | None) -> str:
     text = quote(value, safe=" ")
     if len(text) <= MAX_PARTITION_LETTERS:
         return text
-    # Half of an escaped character is not a value.
+    # The cut may be inside of an escaped character such as %C3: its beginning is removed.
     return text[:MAX_PARTITION_LETTERS].rpartition("%")[0] + hashlib.sha256(value.encode()).hexdigest()[:16]
 
 

@@ -31,24 +31,24 @@ def append_rows(
     rows: Iterable[Mapping[str, Any]],
     *,
     mode: int = 0o600,
-    without_known: bool = False,
+    skip_existing: bool = False,
 ) -> int:
     """Append rows to the file, which is created with its header if it is missing or empty; return their number.
 
     A value that is missing, ``None`` or not a finite number becomes an empty cell.  The file is locked while the rows
-    are written, and after a failed write the file has its old length. ``without_known`` leaves out rows that the file
+    are written, and after a failed write the file has its old length. ``skip_existing`` leaves out rows that the file
     has already.
     """
     lines = [_csv_line([cell(row.get(name)) for name in columns]) for row in rows]
     path.parent.mkdir(parents=True, exist_ok=True)
-    file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, mode)
-    with regular_file.locked(file, path, LOCK_TIMEOUT_S):
-        size = os.fstat(file).st_size
-        beginning = _header_or_line_break(file, size, path, columns)
-        if without_known:
-            present = set(path.read_bytes().splitlines(keepends=True))
-            lines = [line for line in lines if line.encode("utf-8", errors="replace") not in present]
-        regular_file.append(file, (beginning + "".join(lines)).encode("utf-8", errors="replace"))
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, mode)
+    with regular_file.locked(descriptor, path, LOCK_TIMEOUT_S):  # closes the descriptor at its end
+        size = os.fstat(descriptor).st_size
+        prefix = _header_or_line_break(descriptor, size, path, columns)
+        if skip_existing:
+            existing = set(path.read_bytes().splitlines(keepends=True))
+            lines = [line for line in lines if line.encode("utf-8", errors="replace") not in existing]
+        regular_file.append(descriptor, (prefix + "".join(lines)).encode("utf-8", errors="replace"))
     return len(lines)
 
 
@@ -70,17 +70,17 @@ def cell(value: Any) -> str:
     return f"'{text}" if text.startswith(_FORMULA) else text
 
 
-def _header_or_line_break(file: int, size: int, path: Path, columns: Sequence[str]) -> str:
+def _header_or_line_break(descriptor: int, size: int, path: Path, columns: Sequence[str]) -> str:
     """Return the text before new rows: the header of an empty file, the missing line break of the last line, or ""."""
     if not size:
         return _csv_line(columns)
-    first_line = os.pread(file, MAX_HEADER_BYTES, 0).decode("utf-8-sig", errors="replace").partition("\n")[0]
+    first_line = os.pread(descriptor, MAX_HEADER_BYTES, 0).decode("utf-8-sig", errors="replace").partition("\n")[0]
     names = _names_in_header(first_line)
     if names != list(columns):
         missing = [name for name in columns if name not in names]
         other = f"without {missing[0]}" if missing else "in another order or with further columns"
         raise OtherColumns(f"{path} has other columns ({other})")
-    return "" if os.pread(file, 1, size - 1) == b"\n" else "\n"
+    return "" if os.pread(descriptor, 1, size - 1) == b"\n" else "\n"
 
 
 def _names_in_header(line: str) -> list[str]:

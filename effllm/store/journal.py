@@ -31,7 +31,7 @@ MIN_SEGMENTS = 16  # number of files in a full folder, so that each removed file
 #: Maximum size of the lines that wait for a full disk: hours of windows of a job of a thousand ranks.
 MAX_WAITING_BYTES = 32 * 2**20
 _MAX_WRITE_BYTES = 2**20
-_BACK_BYTES = 2**12
+_BACKWARD_READ_BYTES = 2**12  # a torn line is searched from the end of the file in reads of this size
 #: Twice the size of the lines that wait for a full disk; all of these are written before the next state.
 _TAIL_BYTES = 2 * MAX_WAITING_BYTES
 
@@ -50,7 +50,7 @@ class Journal:
     ) -> None:
         self._folder, self._stem = folder, stem
         self._segment_bytes, self._max_waiting_bytes = segment_bytes, max_waiting_bytes
-        self._waiting: deque[tuple[bytes, bytes]] = deque()  # lines, each with its constants
+        self._waiting: deque[tuple[bytes, bytes]] = deque()  # encoded lines, each with its encoded constants
         self._constants = b""  # the last constants in the file
         self._waiting_bytes = 0
         self.num_dropped = 0  # lines
@@ -80,11 +80,11 @@ class Journal:
         while self._waiting:
             self._reopen_if_needed()
             text, constants, num_lines = bytearray(), self._constants, 0
-            for line, encoded in self._waiting:
+            for line, line_constants in self._waiting:
                 if num_lines and len(text) + len(line) > _MAX_WRITE_BYTES:
                     break
-                text += line if encoded == constants else b'{"constants":%b,%b' % (encoded, line[1:])
-                constants = encoded
+                text += line if line_constants == constants else b'{"constants":%b,%b' % (line_constants, line[1:])
+                constants = line_constants
                 num_lines += 1
             if self._append(bytes(text)):
                 self._constants = constants
@@ -134,20 +134,20 @@ class Journal:
         begin = size = os.fstat(self._descriptor).st_size
         tail = b""
         while begin and b"\n" not in tail:
-            begin = max(begin - _BACK_BYTES, 0)
+            begin = max(begin - _BACKWARD_READ_BYTES, 0)
             tail = os.pread(self._descriptor, size - begin, begin)
             if tail.endswith(b"\n"):
                 return size
-        line = tail[tail.rfind(b"\n") + 1 :]
-        with contextlib.suppress(*DECODE_ERRORS):
-            if line:
-                msgspec.json.decode(line)
+        last_line = tail[tail.rfind(b"\n") + 1 :]
+        with contextlib.suppress(*DECODE_ERRORS):  # a whole line without its line break stays
+            if last_line:
+                msgspec.json.decode(last_line)
             return size
-        os.ftruncate(self._descriptor, size - len(line))
-        return size - len(line)
+        os.ftruncate(self._descriptor, size - len(last_line))
+        return size - len(last_line)
 
 
-class _Line(Struct):
+class _Line(Struct):  # the fields by which `Written` finds a line
     attempt: int
     window: int
     rank: int = 0
@@ -164,7 +164,7 @@ class Written:
 
     def __init__(self, folder: Path) -> None:
         windows, ranks = (JsonLines(segments(folder, stem), _Line, _TAIL_BYTES) for stem in ("windows", "ranks"))
-        self._window_ends_s = {(line.attempt, line.window): line.time_s for line in windows if not line.correction}
+        self._window_ends_unix_s = {(line.attempt, line.window): line.time_s for line in windows if not line.correction}
         self._report_keys = {(line.attempt, line.rank, line.window, line.start_time_s) for line in ranks}
 
     def has_window(self, report: ClusterReport, start_time_s: float | None) -> bool:
@@ -172,7 +172,7 @@ class Written:
 
         A written window with the same number that ended before the start of this window belongs to another job.
         """
-        end_s = self._window_ends_s.get((report.attempt, report.window))
+        end_s = self._window_ends_unix_s.get((report.attempt, report.window))
         return end_s is not None and (start_time_s is None or end_s >= start_time_s)
 
     def has_row(self, attempt: int, row: RankReport) -> bool:
@@ -185,10 +185,10 @@ class Written:
 
 def folder_bytes(folder: Path) -> int:
     total = 0
-    for place, _, names in os.walk(folder):
+    for subfolder, _, names in os.walk(folder):
         for name in names:
             try:
-                total += Path(place, name).lstat().st_size
+                total += Path(subfolder, name).lstat().st_size
             except FileNotFoundError:  # the file was replaced after the folder was listed
                 continue
     return total

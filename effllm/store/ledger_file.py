@@ -68,14 +68,14 @@ class LedgerFile:
 
     def append(self, line: dict[str, Any]) -> None:
         """Append a line; parallel runs wait for each other, and after a failed write the file has its old length."""
-        file = own_files.open_file(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND)
-        with regular_file.locked(file, self.path, LOCK_TIMEOUT_S):
-            size = os.fstat(file).st_size
+        descriptor = own_files.open_file(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND)
+        with regular_file.locked(descriptor, self.path, LOCK_TIMEOUT_S):  # closes the descriptor at its end
+            size = os.fstat(descriptor).st_size
             if not size:
-                os.fchmod(file, MODE)
+                os.fchmod(descriptor, MODE)
             # A torn line of a killed process ends before the new line.
-            line_break = b"" if not size or os.pread(file, 1, size - 1) == b"\n" else b"\n"
-            regular_file.append(file, line_break + msgspec.json.encode(line) + b"\n")
+            line_break = b"" if not size or os.pread(descriptor, 1, size - 1) == b"\n" else b"\n"
+            regular_file.append(descriptor, line_break + msgspec.json.encode(line) + b"\n")
 
     def close(self) -> None:
         """Do nothing: the file is open only during a write."""

@@ -15,7 +15,7 @@ from effllm.store.regular_file import open_regular
 
 #: Bytes that are read until enough lines are found.
 CHUNK_BYTES, MAX_READ_BYTES = 2**16, 2**20
-_SIZES = (CHUNK_BYTES, 2**18, MAX_READ_BYTES)
+_READ_SIZES = (CHUNK_BYTES, 2**18, MAX_READ_BYTES)  # of the first read and, if it has too few lines, of the next ones
 
 
 class Position(NamedTuple):
@@ -55,7 +55,7 @@ class LineFiles:
             if number > position.number or len(lines) >= count:
                 continue
             end = position.offset if number == position.number else self._sizes[number]
-            lines = self._tail(number, min(end, self._sizes[number]), count - len(lines)) + lines
+            lines = self._last_lines(number, min(end, self._sizes[number]), count - len(lines)) + lines
         return lines
 
     def lines_after(self, position: Position, count: int) -> Lines:
@@ -65,15 +65,15 @@ class LineFiles:
             if number < position.number or len(lines) >= count:
                 continue
             begin = position.offset if number == position.number else 0
-            lines += self._head(number, begin, count - len(lines))
+            lines += self._first_lines(number, begin, count - len(lines))
         return lines
 
     def share_of(self, position: Position) -> float:
         """Return the share of all bytes that are before a position."""
         whole = sum(self._sizes.values())
         bytes_before = sum(size for number, size in self._sizes.items() if number < position.number)
-        inside = position.offset if position.number in self._sizes else 0
-        return (bytes_before + inside) / whole if whole else 0.0
+        bytes_in_file = position.offset if position.number in self._sizes else 0
+        return (bytes_before + bytes_in_file) / whole if whole else 0.0
 
     def position_at_share(self, share: float) -> Position:
         """Return the position of the first line after a share of all bytes; or `END`."""
@@ -89,57 +89,57 @@ class LineFiles:
 
         The order of the lines may be disturbed: then a position nearby is returned.
         """
-        below = 0
+        file_number = 0  # the last file whose first line is before the position
         for number in sorted(self._sizes):
-            if (lines := self._head(number, 0, 1)) and is_reached(lines[0][1]):
+            if (lines := self._first_lines(number, 0, 1)) and is_reached(lines[0][1]):
                 break
-            below = number
-        if below not in self._sizes:
+            file_number = number
+        if file_number not in self._sizes:
             return START
-        low, high = 0, self._sizes[below]
+        low, high = 0, self._sizes[file_number]  # offsets around the position
         while high - low > CHUNK_BYTES:
             middle = (low + high) // 2
-            lines = self._head(below, self._next_start(below, middle), 1)
+            lines = self._first_lines(file_number, self._next_start(file_number, middle), 1)
             if not lines or is_reached(lines[0][1]):
                 high = middle
             else:
                 low = middle
-        start = self._next_start(below, low) if low else 0
-        for position, line in self._head(below, start, 2**31):
+        start = self._next_start(file_number, low) if low else 0
+        for position, line in self._first_lines(file_number, start, count=2**31):
             if is_reached(line):
                 return position
-        return Position(below + 1, 0)
+        return Position(file_number + 1, 0)
 
-    def _tail(self, number: int, end: int, count: int) -> Lines:
+    def _last_lines(self, number: int, end: int, count: int) -> Lines:
         lines: Lines = []
-        for size in _SIZES:
+        for size in _READ_SIZES:
             begin = max(end - size, 0)
             text = read_at(self._paths[number], begin, end - begin)
-            cut = text.find(b"\n") + 1 if begin else 0
-            lines = _split(number, begin + cut, text[cut:])
+            cut = text.find(b"\n") + 1 if begin else 0  # a read may begin inside of a line
+            lines = _whole_lines(number, begin + cut, text[cut:])
             if len(lines) >= count or not begin:
                 break
         return lines[-count:]
 
-    def _head(self, number: int, begin: int, count: int) -> Lines:
+    def _first_lines(self, number: int, begin: int, count: int) -> Lines:
         """Return the first lines after a start; a line longer than any of effllm is returned in parts."""
         text, lines = b"", Lines()
-        for size in _SIZES:
+        for size in _READ_SIZES:
             text = read_at(self._paths[number], begin, size)
-            lines = _split(number, begin, text)
+            lines = _whole_lines(number, begin, text)
             if len(lines) >= count or begin + len(text) >= self._sizes[number]:
                 return lines[:count]
         return lines[:count] or [(Position(number, begin), text)]
 
     def _next_start(self, number: int, offset: int) -> int:
         """Return the start of the first line after an offset; the size of the file if no start is found."""
-        for size in _SIZES:
-            if (at := read_at(self._paths[number], offset, size).find(b"\n")) >= 0:
-                return offset + at + 1
+        for size in _READ_SIZES:
+            if (index := read_at(self._paths[number], offset, size).find(b"\n")) >= 0:
+                return offset + index + 1
         return self._sizes[number]
 
 
-def _split(number: int, begin: int, text: bytes) -> Lines:
+def _whole_lines(number: int, begin: int, text: bytes) -> Lines:
     lines = []
     for line in text[: text.rfind(b"\n") + 1].splitlines(keepends=True):
         if not line.isspace():
@@ -150,8 +150,8 @@ def _split(number: int, begin: int, text: bytes) -> Lines:
 
 def end_of(lines: Lines) -> Position:
     """Return the position after the last of some lines."""
-    at, line = lines[-1]
-    return Position(at.number, at.offset + len(line))
+    start, line = lines[-1]
+    return Position(start.number, start.offset + len(line))
 
 
 def read_at(path: Path, offset: int, size: int) -> bytes:

@@ -35,8 +35,8 @@ def user_name() -> str:
 
 def make_folder(folder: Path) -> None:
     """Make a folder and its missing parents, private to the user; `OSError` if other users can write to it."""
-    with _opened_folder(folder, make=True) as at:
-        status = os.fstat(at)
+    with _opened_folder(folder, make=True) as dir_fd:
+        status = os.fstat(dir_fd)
         if not stat.S_ISDIR(status.st_mode):
             raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(folder))
         if not _is_ours(status, folder):
@@ -56,44 +56,44 @@ def open_folder(folder: Path, make: bool = False) -> int:
     Path(path, "_").exists()  # exists() triggers automatic mounts; O_PATH does not
     parts = list(reversed(path.split("/")))
     num_links = 0
-    at = os.open("/", _FOLDER_FLAGS)
+    dir_fd = os.open("/", _FOLDER_FLAGS)
     try:
         while parts:
             part = parts.pop()
             if part in ("", "."):
                 continue
-            below = _open_part(part, at, make)
+            part_fd = _open_part(part, dir_fd, make)
             try:
                 if part != "..":
-                    _check_part(os.fstat(below), at, part, folder)
-                target = _link_target(below, num_links)
+                    _check_part(os.fstat(part_fd), dir_fd, part, folder)
+                target = _link_target(part_fd, num_links)
             except OSError:
-                os.close(below)
+                os.close(part_fd)
                 raise
             if target is None:
-                os.close(at)
-                at = below
+                os.close(dir_fd)
+                dir_fd = part_fd
                 continue
-            os.close(below)
+            os.close(part_fd)
             num_links += 1
             parts += reversed(target.split("/"))
             if target.startswith("/"):
-                os.close(at)
-                at = os.open("/", _FOLDER_FLAGS)
+                os.close(dir_fd)
+                dir_fd = os.open("/", _FOLDER_FLAGS)
     except OSError as error:
-        os.close(at)
+        os.close(dir_fd)
         error.filename = str(folder)
         raise
-    return at
+    return dir_fd
 
 
 @contextlib.contextmanager
 def _opened_folder(folder: Path, *, make: bool = False) -> Iterator[int]:
-    at = open_folder(folder, make)
+    dir_fd = open_folder(folder, make)
     try:
-        yield at
+        yield dir_fd
     finally:
-        os.close(at)
+        os.close(dir_fd)
 
 
 def _link_target(descriptor: int, num_links: int) -> str | None:
@@ -105,38 +105,38 @@ def _link_target(descriptor: int, num_links: int) -> str | None:
     return os.readlink("", dir_fd=descriptor)
 
 
-def _open_part(part: str, at: int, make: bool) -> int:
+def _open_part(part: str, dir_fd: int, make: bool) -> int:
     flags = os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC
     try:
-        return os.open(part, flags, dir_fd=at)
+        return os.open(part, flags, dir_fd=dir_fd)
     except FileNotFoundError:
         if not make:
             raise
     with contextlib.suppress(FileExistsError):
-        os.mkdir(part, 0o700, dir_fd=at)
-    return os.open(part, flags, dir_fd=at)
+        os.mkdir(part, 0o700, dir_fd=dir_fd)
+    return os.open(part, flags, dir_fd=dir_fd)
 
 
-def _check_part(status: os.stat_result, at: int, part: str, folder: Path) -> None:
-    """Reject a part of a path that another user may have created in a folder ``at`` to which other users can write.
+def _check_part(status: os.stat_result, dir_fd: int, part: str, folder: Path) -> None:
+    """Reject a part of a path that another user may have created in a folder ``dir_fd`` to which other users can write.
 
     In a group's folder, folders of its members are accepted, but links of its members are not followed.
     """
-    parent = os.fstat(at)
+    parent = os.fstat(dir_fd)
     is_shared = parent.st_mode & _WRITTEN_BY_OTHERS or parent.st_uid not in (0, os.geteuid(), _UNMAPPED_USER)
     if not is_shared or status.st_uid in (0, os.geteuid()):
         return
     is_unsafe = stat.S_ISLNK(status.st_mode) or (parent.st_mode | status.st_mode) & stat.S_IWOTH
-    shown = Path(f"/proc/self/fd/{at}")
-    if is_unsafe and not _is_ours(status, shown) and _keeps_modes(shown):
-        raise PermissionError(errno.EPERM, f"{shown.resolve() / part} belongs to another user", str(folder))
+    shared_folder = Path(f"/proc/self/fd/{dir_fd}")
+    if is_unsafe and not _is_ours(status, shared_folder) and _keeps_modes(shared_folder):
+        raise PermissionError(errno.EPERM, f"{shared_folder.resolve() / part} belongs to another user", str(folder))
 
 
 def open_file(path: Path, flags: int) -> int:
     """Return the descriptor of the user's file: no link, no pipe, no second name; a new file is private."""
-    with _opened_folder(path.parent) as at:
+    with _opened_folder(path.parent) as dir_fd:
         try:
-            descriptor = os.open(path.name, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o600, dir_fd=at)
+            descriptor = os.open(path.name, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o600, dir_fd=dir_fd)
         except OSError as error:
             error.filename = str(path)
             raise
@@ -156,17 +156,17 @@ def replace_file(path: Path, content: bytes, *, durable: bool = True) -> None:
     """
     scratch = f".{path.name}.new"  # one writer at a time; a file left by a killed writer is removed here
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-    with _opened_folder(path.parent) as at:
+    with _opened_folder(path.parent) as dir_fd:
         try:
-            _remove_if_exists(scratch, at)
-            with os.fdopen(os.open(scratch, flags, 0o600, dir_fd=at), "wb") as file:
+            _remove_if_exists(scratch, dir_fd)
+            with os.fdopen(os.open(scratch, flags, 0o600, dir_fd=dir_fd), "wb") as file:
                 file.write(content)
                 file.flush()
                 if durable:
                     os.fsync(file.fileno())
-            os.replace(scratch, path.name, src_dir_fd=at, dst_dir_fd=at)
+            os.replace(scratch, path.name, src_dir_fd=dir_fd, dst_dir_fd=dir_fd)
         except OSError:
-            _remove_if_exists(scratch, at)
+            _remove_if_exists(scratch, dir_fd)
             raise
 
 
@@ -188,8 +188,8 @@ def replaced(path: Path) -> Iterator[Path]:
 
 def rename_file(path: Path, name: str) -> None:
     """Rename a file within its folder; an existing file of that name is replaced."""
-    with _opened_folder(path.parent) as at:
-        os.replace(path.name, name, src_dir_fd=at, dst_dir_fd=at)
+    with _opened_folder(path.parent) as dir_fd:
+        os.replace(path.name, name, src_dir_fd=dir_fd, dst_dir_fd=dir_fd)
 
 
 def append_text(path: Path, text: str, max_bytes: int) -> None:
@@ -209,13 +209,13 @@ def append_text(path: Path, text: str, max_bytes: int) -> None:
 
 def remove_file(path: Path) -> None:
     """Remove a file, if it exists."""
-    with _opened_folder(path.parent) as at:
-        _remove_if_exists(path.name, at)
+    with _opened_folder(path.parent) as dir_fd:
+        _remove_if_exists(path.name, dir_fd)
 
 
-def _remove_if_exists(name: str, at: int) -> None:
+def _remove_if_exists(name: str, dir_fd: int) -> None:
     with contextlib.suppress(FileNotFoundError):
-        os.unlink(name, dir_fd=at)
+        os.unlink(name, dir_fd=dir_fd)
 
 
 def read_file(path: Path) -> bytes:
@@ -251,14 +251,14 @@ def _is_ours(status: os.stat_result, folder: Path) -> bool:
     if status.st_uid == os.geteuid():
         return True
     # A network file system may map owners: root to an anonymous user (NFS), or all users to one user (SMB).
-    shown = _status_of_test_file(folder)
-    return shown is not None and shown.st_uid != os.geteuid() and status.st_uid == shown.st_uid
+    test_status = _status_of_test_file(folder)
+    return test_status is not None and test_status.st_uid != os.geteuid() and status.st_uid == test_status.st_uid
 
 
 def _keeps_modes(folder: Path) -> bool:
     """Whether the file system stores modes: on SMB and FAT all files may have the same mode."""
-    shown = _status_of_test_file(folder)
-    return shown is None or not shown.st_mode & 0o077
+    test_status = _status_of_test_file(folder)
+    return test_status is None or not test_status.st_mode & 0o077
 
 
 def _status_of_test_file(folder: Path) -> os.stat_result | None:

@@ -80,8 +80,8 @@ class Git:
     def _dirty_state(self) -> bool | str:
         try:
             # Git starts no filter whose command is empty.  A "required" filter with an empty command would be an error.
-            filters = (self._run("config", "--name-only", "--get-regexp", r"^filter\.") or "").split("\n")
-            without_filters = [f"{name}={'false' if name.endswith('.required') else ''}" for name in filters if name]
+            names = (self._run("config", "--name-only", "--get-regexp", r"^filter\.") or "").split("\n")
+            without_filters = [f"{name}={'false' if name.endswith('.required') else ''}" for name in names if name]
             changed = self._run(*_GIT_STATUS, settings=without_filters)
             if changed and without_filters:  # with its filter, a changed file may equal the committed file
                 changed = self._run(*_GIT_STATUS, "--", ":(top,attr:!filter)", settings=without_filters) or None

@@ -30,7 +30,7 @@ _UNIX_TIMES = frozenset({"start_time_s", "end_time_s"})  # unix times are not ro
 
 
 class WindowLine(WindowReport, frozen=True, kw_only=True):
-    """A line of ``windows-*.jsonl``: one window of the whole job, with totals in the form of `keys_of`.
+    """A line of ``windows-*.jsonl``: one window of the whole job, with totals in the form of `totals_by_key`.
 
     Totals to date are in the first line, in the last line, in corrections, and in one line every `TOTALS_EVERY_S`.
     """
@@ -47,7 +47,7 @@ def window_line(report: ClusterReport, *, has_totals: bool) -> WindowLine:
     # JSON has no nan: a nan would make the whole line unreadable.
     fields["values"] = {tag: _rounded(value) for tag, value in report.values.items() if math.isfinite(value)}
     for base in ("last", "run", "job") if has_totals else ("last",):
-        fields[base] = keys_of(getattr(report, base))
+        fields[base] = totals_by_key(getattr(report, base))
     return WindowLine(**fields)
 
 
@@ -59,7 +59,7 @@ _ENERGY = {"joules": "energy_j", "gain_j": "energy_gain_error_j", "is_complete":
 _ENERGY |= {name: f"energy_{name}" for name in ("time_s", "estimated_j", "measured_j", "gpus_j")}
 
 
-def keys_of(totals: ClusterTotals) -> dict[str, Any]:
+def totals_by_key(totals: ClusterTotals) -> dict[str, Any]:
     """Return totals as an object of a line: rounded numbers by key, without defaults."""
     keys: dict[str, Any] = {}
     for group in _GROUPS:
@@ -98,8 +98,8 @@ def _rounded_row(row: Row) -> Row:
 
 
 @cache
-def _defaults(record: type[Struct]) -> list[tuple[str, Any]]:
-    return [(field.name, field.default) for field in msgspec.structs.fields(record)]
+def _defaults(record_type: type[Struct]) -> list[tuple[str, Any]]:
+    return [(field.name, field.default) for field in msgspec.structs.fields(record_type)]
 
 
 def _rounded(value: float) -> float:
@@ -168,18 +168,19 @@ _report_values = attrgetter(*_REPORT_FIELDS)
 
 
 def rank_row(report: RankReport, *, attempt: int, host: str | None, simulated: bool) -> RankRow:
+    """Return the line of a report, rounded: its totals, and the readings of the rank's first device."""
     device = report.devices[0] if report.devices else DeviceWindow("", Integrals())
     wall, energy = device.wall, device.wall.energy
-    is_measured = energy.joules is not None
-    whole = RankRow(
+    has_energy = energy.joules is not None
+    row = RankRow(
         attempt=attempt,
         host=host,
         device=device.device or None,
         phases_j={name: part.energy.joules for name, part in device.phases.items()},
         energy_j=energy.joules,
-        energy_error_j=energy.error_j if is_measured else None,
+        energy_error_j=energy.error_j if has_energy else None,
         energy_gain_error=round(energy.gain_j / energy.joules, 9) if energy.joules else None,
-        energy_estimated_j=energy.estimated_j if is_measured else None,
+        energy_estimated_j=energy.estimated_j if has_energy else None,
         energy_method=device.energy_method,
         energy_covered_s=energy.covered_s,
         memory_byte_seconds=wall.memory_byte_seconds,
@@ -199,7 +200,7 @@ def rank_row(report: RankReport, *, attempt: int, host: str | None, simulated: b
         },
         **dict(zip(_REPORT_FIELDS, _report_values(report), strict=True)),
     )
-    return _rounded_row(whole)
+    return _rounded_row(row)
 
 
 def coverage_of(report: RankReport) -> float | None:
@@ -248,14 +249,14 @@ class JsonLines(Generic[Row]):
         self._decode: Callable[[bytes], Row] = msgspec.json.Decoder(row).decode
 
     def __iter__(self) -> Iterator[Row]:
-        self.num_skipped = begin = 0
+        self.num_skipped = skip_bytes = 0
         if self._max_bytes is not None:
-            self.unread_bytes = begin = max(sum(path.stat().st_size for path in self._paths) - self._max_bytes, 0)
+            self.unread_bytes = skip_bytes = max(sum(path.stat().st_size for path in self._paths) - self._max_bytes, 0)
         for path in self._paths:
-            if begin and begin >= (size := path.stat().st_size):
-                begin -= size
+            if skip_bytes and skip_bytes >= (size := path.stat().st_size):
+                skip_bytes -= size
                 continue
-            for line in lines_of(path, begin):
+            for line in lines_of(path, skip_bytes):
                 if line.isspace():  # a writer that continues after a torn line leaves an empty line
                     continue
                 try:
@@ -264,4 +265,4 @@ class JsonLines(Generic[Row]):
                     self.num_skipped += 1
                     continue
                 yield row
-            begin = 0
+            skip_bytes = 0

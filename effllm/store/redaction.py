@@ -11,7 +11,7 @@ from collections.abc import Iterable
 REDACTED = "<redacted>"
 MAX_WORD_CHARACTERS = 10_000
 
-# A name belongs to a secret if it contains one of these words, or if one of its parts is in _PARTS: --hf_token,
+# A name belongs to a secret if it contains one of these words, or if one of its parts is in _SHORT_PARTS: --hf_token,
 # apiKey, model.login.
 _SECRET_WORD = re.compile(
     r"(?i)key|token(?!iz|s)|secret|passw|passphrase|credential|authoriz|bearer|cookie|signature|webhook"

@@ -44,7 +44,7 @@ def lines_of(path: Path, begin: int = 0) -> Iterator[bytes]:
     """Yield the lines that start at an offset or later; of a line longer than `MAX_LINE_BYTES`, only the beginning."""
     with os.fdopen(open_regular(path), "rb") as file:
         file.seek(max(begin - 1, 0))
-        is_rest = begin > 0  # of a line that starts before: at least its line break
+        is_rest = begin > 0  # first comes the end of an earlier line: at least its line break
         while line := file.readline(MAX_LINE_BYTES):
             part = line
             while len(part) == MAX_LINE_BYTES and not part.endswith(b"\n"):

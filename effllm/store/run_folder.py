@@ -41,8 +41,7 @@ from effllm.views.text.window import block_lines
 
 #: Name of the run folder in the counts of unwritten windows.
 SINK_NAME = "runfolder"
-#: In worlds up to this size the reports of all ranks are written.  In larger worlds at most this many reports are
-#: written per window: the largest outliers.
+#: In worlds up to this size all reports are written; in larger worlds, so many per window: the largest outliers.
 MAX_ROWS = 256
 #: Robust z-score (Iglewicz and Hoaglin, 1993) above which a rank's step time is an outlier.
 OUTLIER_Z = 3.5
@@ -101,7 +100,7 @@ class RunFolder:
         limit_mb: int = 0,
     ) -> None:
         self._tensorboard_dir = tensorboard_dir
-        self._log_text, self._log_s = "", 0.0  # text for console.log, and the time of its next write
+        self._log_text, self._next_log_monotonic_s = "", 0.0  # text for console.log, and when it is written next
         self._max_log_bytes = min(MAX_CONSOLE_LOG_BYTES, limit_mb * MB // 64 or MAX_CONSOLE_LOG_BYTES)
         self._limit_mb, self._has_warned_of_limit = limit_mb, False
         if limit_mb:
@@ -121,10 +120,10 @@ class RunFolder:
         self._last_totals_s = -math.inf  # end of the last window written with totals to date
         self._host_by_rank: dict[int, str] = {}
         self._facts: dict[str, Any] = {}
-        self._written_facts: dict[str, Any] | None = None
+        self._written_facts: dict[str, Any] | None = None  # content of run.json; None: to be written
         self._num_waited = 0  # number of windows that waited while the folder could not be written
-        self._is_in_trouble = False
-        self._num_troubles = 0
+        self._is_in_trouble = False  # whether the folder could not be written last time
+        self._num_troubles = 0  # number of times that the folder became unwritable
         self.update_facts({**_facts_of_earlier_attempt(folder / "run.json"), **facts})
         with contextlib.suppress(OSError):  # not zeros, which some file systems do not store
             own_files.replace_file(folder / RESERVE, os.urandom(RESERVE_BYTES), durable=False)
@@ -163,10 +162,10 @@ class RunFolder:
         if self._windows.num_dropped:
             left_out[SINK_NAME] = left_out.get(SINK_NAME, 0) + self._windows.num_dropped
         summary = msgspec.structs.replace(summary, metrics=finite, left_out=left_out)
-        done = self._try(lambda: own_files.replace_file(self._folder / "summary.json", _indented_json(summary)))
+        is_written = self._try(lambda: own_files.replace_file(self._folder / "summary.json", _indented_json(summary)))
         facts = *facts_of(summary), *(("Open", line) for line in how_to_open(self._folder, self._tensorboard_dir))
         text = summary_text(summary, facts).encode(errors="replace")
-        if not done and summary.is_over:
+        if not is_written and summary.is_over:
             self._remove_reserve()
             self._try(lambda: own_files.replace_file(self._folder / "summary.json", _indented_json(summary)))
         self._try(lambda: own_files.replace_file(self._folder / "summary.txt", text, durable=False))
@@ -215,11 +214,11 @@ class RunFolder:
         if report.correction or report.iteration_last < report.iteration_first:
             return
         self._log_text += "".join(f"{line}\n" for line in block_lines(report))
-        if time.monotonic() >= self._log_s or report.final:
+        if time.monotonic() >= self._next_log_monotonic_s or report.final:
             self._write_log()
 
     def _write_log(self) -> None:
-        self._log_s = time.monotonic() + LOG_EVERY_S
+        self._next_log_monotonic_s = time.monotonic() + LOG_EVERY_S
         if self._log_text:
             with contextlib.suppress(OSError):  # a full disk is reported when the window is written
                 own_files.append_text(self._folder / "console.log", self._log_text, self._max_log_bytes)
@@ -229,8 +228,8 @@ class RunFolder:
         """Write waiting lines; a file that cannot be written does not block other files."""
         # Empty journals are skipped, because the check of the disk in `_try` takes as much time as a line.
         waiting = [journal.flush for journal in self._journals if journal]
-        done = [self._try(work) for work in (self._write_facts, *waiting)]
-        if all(done):
+        are_written = [self._try(work) for work in (self._write_facts, *waiting)]
+        if all(are_written):
             self._report_recovery()
 
     def _keep_limit(self) -> None:
@@ -292,11 +291,11 @@ class RunFolder:
     def _report_recovery(self) -> None:
         if not self._is_in_trouble:
             return
-        left_out = self._windows.num_dropped
+        num_dropped = self._windows.num_dropped
         if self._num_troubles <= MAX_TROUBLES:
             self._warn(
                 f"run folder {self._folder} is written again: {self._num_waited} windows had to wait"
-                + (f", {left_out} did not fit into memory and were dropped" if left_out else "")
+                + (f", {num_dropped} did not fit into memory and were dropped" if num_dropped else "")
             )
         self._is_in_trouble, self._num_waited = False, 0
 
@@ -335,9 +334,9 @@ def outliers(
         busy_s = fields_of(rows, ("busy_s",))[:, 0]
     if coverage is None:
         coverage = np.array([coverage_of(row) for row in rows], np.float64)  # nan: not measured
-    distance_s = np.abs(busy_s - np.median(busy_s))
-    scale_s = max(1.4826 * float(np.median(distance_s)), 0.01 * float(np.median(busy_s)))
-    z_scores = distance_s / scale_s if scale_s > 0 else np.where(distance_s > 0, math.inf, 0.0)
+    distances_s = np.abs(busy_s - np.median(busy_s))
+    scale_s = max(1.4826 * float(np.median(distances_s)), 0.01 * float(np.median(busy_s)))  # 1.4826 MAD = sigma
+    z_scores = distances_s / scale_s if scale_s > 0 else np.where(distances_s > 0, math.inf, 0.0)
     if not np.isnan(coverage).all():
         has_gap = ~(coverage >= GAP_BELOW)
         z_scores[has_gap] = np.maximum(z_scores[has_gap], OUTLIER_Z * 1.01)  # chosen like an outlier

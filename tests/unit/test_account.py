@@ -17,7 +17,7 @@ from effllm.job.reporting import Window
 from effllm.records.energy import NOT_MEASURED, EnergyAmount
 from effllm.records.job import JobConstants
 from effllm.records.rank import Gauge, Integrals
-from effllm.store.reader import keys_of
+from effllm.store.reader import totals_by_key
 
 
 def gpus(count):
@@ -263,7 +263,7 @@ def test_merge_order_of_ranks_does_not_change_totals(cluster, random, wall):
     windows, ranks = cluster
     shuffled = [random.sample(rows, len(rows)) for rows in windows]
 
-    one, other = (keys_of(totals_of(each, *gpus(ranks), wall=wall)) for each in (windows, shuffled))
+    one, other = (totals_by_key(totals_of(each, *gpus(ranks), wall=wall)) for each in (windows, shuffled))
 
     assert one.keys() == other.keys()
     for name, value in one.items():

@@ -9,7 +9,7 @@ from effllm import metrics
 from effllm.metrics import METRICS, contract_metrics, measurable, metric_of_tag, window_values
 from effllm.records.job import ClusterTotals, Overhead
 from effllm.records.rank import Profile
-from effllm.store.reader import keys_of
+from effllm.store.reader import totals_by_key
 
 GIB = 2**30
 
@@ -188,7 +188,7 @@ GPU_READINGS = {
     "clocks": ("sm_clock_hz",),
     "activity": ("sm_activity", "tensor_activity", "dram_activity"),
 }
-ENERGY = tuple(key for key in keys_of(complete_totals()) if key.startswith("energy_"))
+ENERGY = tuple(key for key in totals_by_key(complete_totals()) if key.startswith("energy_"))
 #: Input of metrics -> keys without a value if the input is missing.
 MISSING_WITHOUT = {
     "gpu": ("gpus", "energy_gpus_j", "device_steps", *(key for keys in GPU_READINGS.values() for key in keys)),
@@ -219,7 +219,7 @@ MISSING_WITHOUT = {
 
 def test_a_metric_needs_the_inputs_without_which_it_has_no_value():
     totals = complete_totals()
-    keys = {**keys_of(totals), **structs.asdict(totals.constants)}
+    keys = {**totals_by_key(totals), **structs.asdict(totals.constants)}
 
     for name, entry in METRICS.items():
         lost = [

@@ -25,7 +25,7 @@ from effllm.records.host_lines import RecordedStacks
 from effllm.records.job import SCHEMA_VERSION, Coverage, Summary
 from effllm.records.rank import DeviceWindow, Event, Gauge, Integrals
 from effllm.store import own_files
-from effllm.store.reader import RankRow, keys_of, window_line
+from effllm.store.reader import RankRow, totals_by_key, window_line
 from effllm.store.run_folder import RunFolder, StoreUnavailable, open_run_folder
 from effllm.views.text.closing import facts_of, how_to_open
 from effllm.views.text.summary import summary_text
@@ -45,7 +45,7 @@ def wide(ranks):
 
 
 def numbers_of(totals):
-    return {name: value for name, value in keys_of(totals).items() if not isinstance(value, dict)}
+    return {name: value for name, value in totals_by_key(totals).items() if not isinstance(value, dict)}
 
 
 def write(folder, *iterations, num_ranks=1, **options):
