@@ -75,8 +75,8 @@ def columns_sql(columns: Iterable[Column]) -> str:
     return _typed({column.name: column.type for column in columns})
 
 
-def _typed(names: Mapping[str, str]) -> str:
-    return ", ".join(f"{quoted(name)} {kind}" for name, kind in names.items())
+def _typed(types: Mapping[str, str]) -> str:
+    return ", ".join(f"{quoted(name)} {kind}" for name, kind in types.items())
 
 
 def text_sql(value: object) -> str:

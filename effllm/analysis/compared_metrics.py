@@ -20,7 +20,7 @@ class _ComparedRow(Struct, frozen=True, array_like=True, forbid_unknown_fields=T
 
     quantity: str
     better: Literal["higher", "lower"]
-    compared: Literal["", "by name"] = ""
+    compared: Literal["", "by name"] = ""  # "by name": only if the user names the metric
 
 
 _TABLE = msgspec.toml.decode(Path(__file__).with_suffix(".toml").read_bytes(), type=dict[str, _ComparedRow])
@@ -56,5 +56,5 @@ def _compared_metric(name: str) -> ComparedMetric:
     quantity, is_higher_better = _TABLE[name].quantity, _TABLE[name].better == "higher"
     if name == LOSS:
         return ComparedMetric(name, quantity, "loss", "", is_higher_better)
-    entry = METRICS["ratio" if name == "goodput_ratio" else name]
+    entry = METRICS["ratio" if name == "goodput_ratio" else name]  # METRICS has it as ratio of the group goodput
     return ComparedMetric(name, quantity, column_of(entry.tag(entry.summary_bases[0])), entry.unit, is_higher_better)

@@ -29,7 +29,7 @@ OUTCOMES = (BETTER, WORSE, SAME, UNKNOWN)
 STRICT_ALPHA = 0.01
 #: A smaller difference is rounding; as a share of the value.
 RESOLUTION = 1e-4
-#: A test that may miss a difference of this share shows nothing if it finds nothing.
+#: If a test could miss a difference of this share, finding no difference means nothing: the outcome is unknown.
 MAX_DETECTABLE = 1.0
 #: A larger value is not a measurement, and its powers overflow.
 MAX_VALUE = 1e60
@@ -45,7 +45,7 @@ class Difference(NamedTuple):
 
     def interval(self, alpha: float = ALPHA) -> tuple[float, float]:
         """Return the confidence interval at level 1 - ``alpha``."""
-        half = _critical(self.df, alpha) * self.standard_error
+        half = _critical_t(self.df, alpha) * self.standard_error
         return self.estimate - half, self.estimate + half
 
     def detectable(self, alpha: float = ALPHA) -> float:
@@ -58,10 +58,10 @@ class Difference(NamedTuple):
         """
         from scipy.special import nctdtrinc
 
-        return self.standard_error * float(nctdtrinc(self.df, 1 - POWER, _critical(self.df, alpha)))
+        return self.standard_error * float(nctdtrinc(self.df, 1 - POWER, _critical_t(self.df, alpha)))
 
 
-def _critical(df: float, alpha: float) -> float:
+def _critical_t(df: float, alpha: float) -> float:
     from scipy.special import stdtrit
 
     return float(stdtrit(df, 1 - alpha / 2))
@@ -83,11 +83,11 @@ def difference(a: Sequence[float], b: Sequence[float]) -> Difference | None:
 
 
 def holm_adjusted(p_values: Sequence[float]) -> list[float]:
-    """Return adjusted p-values: any false statement of a family has at most the probability of the level (Holm)."""
+    """Return Holm's adjusted p-values: of tests at a level, any false outcome has at most this probability."""
     count, adjusted, largest = len(p_values), [0.0] * len(p_values), 0.0
-    for place, at in enumerate(sorted(range(count), key=lambda at: p_values[at])):
-        largest = max(largest, min(1.0, (count - place) * p_values[at]))
-        adjusted[at] = largest
+    for num_smaller, index in enumerate(sorted(range(count), key=lambda index: p_values[index])):
+        largest = max(largest, min(1.0, (count - num_smaller) * p_values[index]))
+        adjusted[index] = largest  # at least that of each smaller p-value
     return adjusted
 
 
@@ -117,12 +117,12 @@ class MetricComparison(NamedTuple):
 class MetricEvidence(NamedTuple):
     """What is known about a metric of two sides; differences are of logarithms if all values are positive."""
 
-    a: list[float]  # one value per run
+    a: list[float]  # one value per run: its logarithm if is_log
     b: list[float]
     is_log: bool
     is_comparable: bool = False
     reason: str = ""  # why there is no test
-    found: Difference | None = None
+    difference: Difference | None = None  # None: not tested
     gain_error: float = 0.0  # half-width of the error of the sensors, which differ between the sides
 
     @property
@@ -131,9 +131,9 @@ class MetricEvidence(NamedTuple):
 
     def interval(self, alpha: float) -> tuple[float, float] | None:
         """Return the interval of the difference; the errors of the sensors do not average out over repeats."""
-        if self.found is None:
+        if self.difference is None:
             return None
-        low, high = self.found.interval(alpha)
+        low, high = self.difference.interval(alpha)
         return low - self.gain_error, high + self.gain_error
 
     def share(self, difference: float | None) -> float | None:
@@ -141,7 +141,7 @@ class MetricEvidence(NamedTuple):
         if not difference:
             return difference
         if self.is_log:
-            return math.expm1(min(difference, 700.0))
+            return math.expm1(min(difference, 700.0))  # exp(710) overflows
         center = abs(fmean(self.a))
         share = difference / center if center else math.inf
         return share if math.isfinite(share) else None
@@ -158,7 +158,7 @@ class AdjustedP(NamedTuple):
 
     adjusted_p: float  # by Holm
     level: float
-    tests: int  # that Holm's correction covers
+    num_tests: int  # of the family that Holm's correction covers
     is_primary: bool
 
     @property
@@ -185,7 +185,7 @@ def compare(
     for metric, entry in evidence.items():
         if entry.is_comparable:
             first.setdefault(metric.quantity, metric)
-    p_values = {metric: change.p for metric in first.values() if (change := evidence[metric].found) is not None}
+    p_values = {metric: change.p for metric in first.values() if (change := evidence[metric].difference) is not None}
     primary = [metric for metric in p_values if are_primary or metric.quantity == THROUGHPUT]
     tests = _tests(p_values, primary, comparisons)
     return [
@@ -226,22 +226,23 @@ def _values(side: Side, metric: ComparedMetric) -> list[float]:
 def _evidence(a: Side, b: Side, metric: ComparedMetric) -> MetricEvidence:
     raw_a, raw_b = _values(a, metric), _values(b, metric)
     is_log = all(value > 0 for value in (*raw_a, *raw_b))
-    of_a, of_b = ([math.log(value) for value in raw] if is_log else raw for raw in (raw_a, raw_b))
+    values_a, values_b = ([math.log(value) for value in raw] if is_log else raw for raw in (raw_a, raw_b))
     if reason := _not_comparable(a, b, metric, len(raw_a), len(raw_b)):
-        return MetricEvidence(of_a, of_b, is_log, reason=reason)
+        return MetricEvidence(values_a, values_b, is_log, reason=reason)
     if any(run.continues for side in (a, b) for run in side.runs):
-        return MetricEvidence(of_a, of_b, is_log, is_comparable=True, reason="a run continues: compare after its end")
-    change = difference(of_a, of_b)
+        reason = "a run continues: compare after its end"
+        return MetricEvidence(values_a, values_b, is_log, is_comparable=True, reason=reason)
+    change = difference(values_a, values_b)
     reason = "" if change else "one run a side does not show the spread between runs: compare 3 or more runs a side"
-    return MetricEvidence(of_a, of_b, is_log, True, reason, change, _gain_error(a, b, metric, is_log=is_log))
+    return MetricEvidence(values_a, values_b, is_log, True, reason, change, _gain_error(a, b, metric, is_log=is_log))
 
 
-def _not_comparable(a: Side, b: Side, metric: ComparedMetric, values_a: int, values_b: int) -> str:
+def _not_comparable(a: Side, b: Side, metric: ComparedMetric, num_a: int, num_b: int) -> str:
     """Return why two sides cannot be compared by a metric; "" if they can."""
     runs = [*a.runs, *b.runs]
-    if not values_a or not values_b:
-        return f"not measured in {'A' if not values_a else 'B'}"
-    if missing := len(runs) - values_a - values_b:
+    if not num_a or not num_b:
+        return f"not measured in {'A' if not num_a else 'B'}"
+    if missing := len(runs) - num_a - num_b:
         return f"not measured in {missing} of {len(runs)} runs"
     if any(metric.column in run.doubts for run in runs):
         return "a check of the counts failed, on which this metric depends (effllm inspect)"
@@ -264,10 +265,10 @@ def _gain_error(a: Side, b: Side, metric: ComparedMetric, *, is_log: bool) -> fl
         return 0.0
     errors = []
     for side in (a, b):
-        stated = [(run.row.get("metric_sensor_errors") or {}).get(metric.column, 0.0) for run in side.runs]
+        sensor_errors = [(run.row.get("metric_sensor_errors") or {}).get(metric.column, 0.0) for run in side.runs]
         values = [run.value(metric.column) or 0.0 for run in side.runs]
-        shares = [error / value if is_log else error for error, value in zip(stated, values, strict=True)]
-        errors.append(max(map(abs, shares)) / math.sqrt(max(len(board_sets(side)), 1)))
+        shares = [error / value if is_log else error for error, value in zip(sensor_errors, values, strict=True)]
+        errors.append(max(map(abs, shares)) / math.sqrt(max(len(board_sets(side)), 1)))  # boards err independently
     return math.hypot(*errors)
 
 
@@ -277,8 +278,8 @@ def _comparison_row(
     interval = evidence.interval(alpha)
     low, high = (evidence.share(edge) for edge in interval) if interval else (None, None)
     detectable = None
-    if test is not None and evidence.found is not None:
-        effect = evidence.share(evidence.found.detectable(test.level / test.tests))
+    if test is not None and evidence.difference is not None:
+        effect = evidence.share(evidence.difference.detectable(test.level / test.num_tests))
         if effect is not None and effect <= MAX_DETECTABLE:
             detectable = max(effect, RESOLUTION)  # a smaller difference would be taken as rounding
     outcome: str | None = None
@@ -300,7 +301,7 @@ def _comparison_row(
         low=low,
         high=high,
         is_primary=test is not None and test.is_primary,
-        p=evidence.found.p if test and evidence.found else None,
+        p=evidence.difference.p if test and evidence.difference else None,
         adjusted_p=test.adjusted_p if test else None,
         level=test.level if test else None,
         detectable_share=detectable,
@@ -314,13 +315,13 @@ def _outcome(
     interval: tuple[float, float] | None,
     detectable: float | None,
 ) -> tuple[str, str]:
-    if test is None or interval is None or evidence.found is None:
+    if test is None or interval is None or evidence.difference is None:
         return UNKNOWN, evidence.reason
-    share = evidence.share(evidence.found.estimate)
+    share = evidence.share(evidence.difference.estimate)
     if test.is_significant and (share is None or abs(share) > RESOLUTION):
         if interval[0] <= 0 <= interval[1]:
             return SAME, "within the errors of the sensors, because the sides ran on other boards"
-        return BETTER if (evidence.found.estimate > 0) == metric.higher_is_better else WORSE, ""
+        return BETTER if (evidence.difference.estimate > 0) == metric.higher_is_better else WORSE, ""
     if detectable is None:
         return UNKNOWN, f"too few runs: a difference of {100 * MAX_DETECTABLE:.0f} % may be missed"
     return SAME, ""
@@ -373,10 +374,8 @@ def answer_to(condition: Condition, side: str, rows: Sequence[MetricComparison])
         return ConditionAnswer(condition.text, side, OPEN, row.reason)
     shown = f"{100 * row.low:+.2f} to {100 * row.high:+.2f} %"
     beyond = [edge > condition.limit if condition.is_above else edge < condition.limit for edge in (row.low, row.high)]
-    if all(beyond):
-        return ConditionAnswer(condition.text, side, TRUE, f"the difference is {shown}")
-    if not any(beyond):
-        return ConditionAnswer(condition.text, side, FALSE, f"the difference is {shown}")
+    if all(beyond) or not any(beyond):
+        return ConditionAnswer(condition.text, side, TRUE if all(beyond) else FALSE, f"the difference is {shown}")
     return ConditionAnswer(condition.text, side, OPEN, f"the difference is {shown}, which includes the limit")
 
 

@@ -66,32 +66,33 @@ def configurations(sides: Sequence[Side], *, is_paper: bool, names: Sequence[str
     chosen = sorted(compared_metrics(wanted), key=lambda metric: wanted.index(metric.name))
     metrics = [*chosen, MCR] if is_paper else chosen
     columns = [[_mean_of_runs(side, metric) for side in sides] for metric in metrics]
-    measured_indices = [at for at, column in enumerate(columns) if any(cell.mean is not None for cell in column)]
-    metrics, columns = [metrics[at] for at in measured_indices], [columns[at] for at in measured_indices]
+    measured = [index for index, column in enumerate(columns) if any(cell.mean is not None for cell in column)]
+    metrics, columns = [metrics[index] for index in measured], [columns[index] for index in measured]
     notes, scores, order = list(_unfinished_notes(sides)), [None] * len(sides), list(range(len(sides)))
     if is_paper and len(sides) >= MIN_SCORED:
-        scored = {}
+        normalised = {}  # values of the sides by the label of a metric
         for metric, column in zip(metrics, columns, strict=True):
             values = _normalised(metric, column, sides)
             if isinstance(values, str):
                 notes.append(f"not in the score: {label(metric)}: {values}")
             else:
-                scored[label(metric)] = values
+                normalised[label(metric)] = values
         # Equation 12; by this formula, the worst configuration in any metric has the score 0.
-        scores = [statistics.harmonic_mean(own) for own in zip(*scored.values(), strict=True)] or scores
-        sums = [sum(own) for own in zip(*scored.values(), strict=True)] or [0.0] * len(sides)
-        order.sort(key=lambda at: (-(scores[at] or 0.0), -sums[at]))
-        notes.insert(0, f"score: {', '.join(scored)}, each from 0 (worst) to 1 (best); harmonic mean" * bool(scored))
+        scores = [statistics.harmonic_mean(of_side) for of_side in zip(*normalised.values(), strict=True)] or scores
+        sums = [sum(of_side) for of_side in zip(*normalised.values(), strict=True)] or [0.0] * len(sides)
+        order.sort(key=lambda index: (-(scores[index] or 0.0), -sums[index]))  # sums order sides with the score 0
+        if normalised:
+            notes.insert(0, f"score: {', '.join(normalised)}, each from 0 (worst) to 1 (best); harmonic mean")
     elif is_paper:
         notes.insert(0, f"no score: it needs at least {MIN_SCORED} configurations")
     if any(cell.is_in_doubt for column in columns for cell in column):
         notes.append("!: in doubt, because a check of the counts failed (effllm inspect)")
     return Configurations(
-        [sides[at] for at in order],
+        [sides[index] for index in order],
         metrics,
-        [[column[at] for column in columns] for at in order],
-        [scores[at] for at in order] if any(score is not None for score in scores) else [],
-        list(filter(None, notes)),
+        [[column[index] for column in columns] for index in order],
+        [scores[index] for index in order] if any(score is not None for score in scores) else [],
+        notes,
     )
 
 

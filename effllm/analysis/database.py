@@ -45,8 +45,7 @@ MIN_RUNS = 50
 MAX_NEW_ROWS, MAX_NEW_SHARE = 20, 0.02
 #: Maximum number of files; the oldest file is removed.
 MAX_FILES = 32
-#: Files of lines are copied into one file, because DuckDB needs 1 to 5 ms for each file; this is the size at which the
-#: copy is read.
+#: Files of lines are copied into files of about this size, because DuckDB needs 1 to 5 ms for each file.
 MAX_COPY_BYTES = 256 * 2**20
 #: Settings of DuckDB: no extension is loaded from the network.
 SETTINGS = {
@@ -131,7 +130,7 @@ class Database:
         self.connection.execute(f"CREATE TABLE runs ({columns_sql(self._columns)})")
         for name in LINE_TABLES:
             self.connection.execute(f"CREATE TABLE {name} ({columns_sql(COLUMNS[name])})")
-        self._insert_runs([run for run in runs if self._has_text_path(run)], progress)
+        self._insert_runs([run for run in runs if self._has_utf8_path(run)], progress)
         for tag in tags.items() if isinstance(tags, Mapping) else (tag.partition("=")[::2] for tag in tags):
             self.connection.execute("DELETE FROM runs WHERE (tags[$1] = $2) IS NOT true", list(tag))
 
@@ -163,7 +162,7 @@ class Database:
             self._insert_lines(LINE_TABLES[name])
             self._unread_tables.remove(name)
 
-    def _has_text_path(self, run: FoundRun) -> bool:
+    def _has_utf8_path(self, run: FoundRun) -> bool:
         try:
             str(run.folder).encode()
         except UnicodeEncodeError:  # DuckDB's texts are UTF-8
@@ -172,6 +171,7 @@ class Database:
         return True
 
     def _insert_runs(self, runs: Sequence[FoundRun], progress: Progress) -> None:
+        """Insert the rows of runs in their order: of unchanged runs from the cache, of all others from their files."""
         self._make_table(
             "wanted",
             {"folder": TEXT, "state": TEXT, "position": WHOLE},
@@ -183,7 +183,7 @@ class Database:
         cache = RunCache(self.connection, runs)
         cached = cache.load_columns(self._columns)
         types = {"state": TEXT, **{column.name: column.type for column in COLUMNS["runs"]}}
-        self._make_table("fresh", types, self._lines([run for run in runs if str(run.folder) not in cached], progress))
+        self._make_table("fresh", types, self._rows([run for run in runs if str(run.folder) not in cached], progress))
         names = ", ".join(quoted(column.name) for column in self._columns)
         self.connection.execute(
             f"INSERT INTO runs SELECT {names} FROM (SELECT {names} FROM cached UNION ALL SELECT {names} FROM fresh) "
@@ -197,13 +197,13 @@ class Database:
         with _temporary_file(lines) as path:
             self.connection.execute(f"CREATE TEMP TABLE {table} AS SELECT {names} FROM {read_json_sql(path, types)}")
 
-    def _lines(self, runs: Sequence[FoundRun], progress: Progress) -> Iterator[bytes]:
+    def _rows(self, runs: Sequence[FoundRun], progress: Progress) -> Iterator[bytes]:
         for number, run in enumerate(runs):
             progress(number, len(runs))
-            yield self._run_line(run)
+            yield self._row(run)
         progress(len(runs), len(runs))
 
-    def _run_line(self, run: FoundRun) -> bytes:
+    def _row(self, run: FoundRun) -> bytes:
         """Return the row of a run as a line; empty if no file can be read."""
         documents: list[Document] = []
         num_unreadable = 0
@@ -255,35 +255,33 @@ class Database:
                 if invalid := count - num_valid.get(index, 0):
                     reason = count_text(invalid, "incomplete or invalid line")
                     self.skipped.append(Skipped(file.path, reason))
-            files = files[len(line_counts) :]
+            files = files[len(line_counts) :]  # the first ones were copied
 
 
 def _lines_with_file_index(files: Sequence[_LineFile], index_field: str, line_counts: list[int]) -> Iterator[bytes]:
     """Yield the lines of the first files, each with the index of its file; append the number of lines of each file."""
-    size = 0
+    copied_bytes = 0
     for index, file in enumerate(files):
-        if size > MAX_COPY_BYTES:
+        if copied_bytes > MAX_COPY_BYTES:
             return
-        begin = b'{"%b":%d,' % (index_field.encode(), index)
+        file_index = b'{"%b":%d,' % (index_field.encode(), index)
         line_counts.append(0)
         for line in lines_of(file.path):
             if not line.isspace():
                 is_usable = line.startswith(b'{"') and len(line) < MAX_LINE_BYTES
                 # null: the caller counts it as an invalid line
-                whole = b"%b%b\n" % (begin, line[1:].rstrip(b"\n")) if is_usable else b"null\n"
-                size += len(whole)
+                indexed = b"%b%b\n" % (file_index, line[1:].rstrip(b"\n")) if is_usable else b"null\n"
+                copied_bytes += len(indexed)
                 line_counts[-1] += 1
-                yield whole
+                yield indexed
 
 
 class RunCache:
     """The cached rows of the table `runs` of some runs: a Parquet file of the user for each folder of runs.
 
-    A row is used again while run.json and summary.json have the same sizes, times and inodes.  On a network file
-    system, a look at these is much cheaper than reading two files per run.
-
-    The cache is an optimization: a cache that cannot be read or written is not used. The database has the table
-    `wanted`: folder and state of each run.
+    A row is used again while run.json and summary.json have the same sizes, times and inodes: on a network file system,
+    this is much cheaper than reading both. A cache that cannot be read or written is not used. The database has the
+    table `wanted`: folder and state of each run.
     """
 
     def __init__(self, connection: Any, runs: Sequence[FoundRun]) -> None:
@@ -310,33 +308,33 @@ class RunCache:
         """Replace the file with the rows of unchanged runs and of the table `fresh`, if enough rows are fresh."""
         import duckdb
 
-        new = self._connection.execute("SELECT count(*) FROM fresh WHERE state <> ''").fetchone()[0]
-        if not self._is_used or new <= max(MAX_NEW_ROWS, MAX_NEW_SHARE * self._num_runs):
+        num_new = self._connection.execute("SELECT count(*) FROM fresh WHERE state <> ''").fetchone()[0]
+        if not self._is_used or num_new <= max(MAX_NEW_ROWS, MAX_NEW_SHARE * self._num_runs):
             return
         fresh = "SELECT * FROM fresh WHERE state <> ''"
         with contextlib.suppress(OSError, duckdb.Error):
             try:
                 with self._cached_rows_query("rows.*") as rows:
-                    self._replace(f"{rows} AND folder NOT IN (SELECT folder FROM fresh) UNION ALL {fresh}")
+                    self._replace_file(f"{rows} AND folder NOT IN (SELECT folder FROM fresh) UNION ALL {fresh}")
             except (OSError, duckdb.Error):  # no file yet, or a damaged file
-                self._replace(fresh)
+                self._replace_file(fresh)
 
     @contextlib.contextmanager
     def _cached_rows_query(self, names: str) -> Iterator[str]:
         """Give a query of the rows of unchanged runs in the file, which stays open."""
-        file = own_files.open_file(self._cache_path, os.O_RDONLY)
+        descriptor = own_files.open_file(self._cache_path, os.O_RDONLY)
         try:
             yield (
-                f"SELECT {names} FROM read_parquet('/proc/self/fd/{file}', hive_partitioning=false) AS rows "
+                f"SELECT {names} FROM read_parquet('/proc/self/fd/{descriptor}', hive_partitioning=false) AS rows "
                 "JOIN (SELECT folder, state FROM wanted) USING (folder, state) WHERE state <> ''"
             )
         finally:
-            os.close(file)
+            os.close(descriptor)
 
-    def _replace(self, rows: str) -> None:
+    def _replace_file(self, query: str) -> None:
         own_files.make_folder(self._cache_path.parent)
         with own_files.replaced(self._cache_path) as draft:
-            self._connection.execute(f"COPY ({rows}) TO {text_sql(draft)} (FORMAT parquet, COMPRESSION zstd)")
+            self._connection.execute(f"COPY ({query}) TO {text_sql(draft)} (FORMAT parquet, COMPRESSION zstd)")
         files = sorted(self._cache_path.parent.glob("*.parquet"), key=lambda path: path.stat().st_mtime_ns)
         for path in files[:-MAX_FILES]:
             path.unlink(missing_ok=True)

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from effllm.analysis.sides import CAMPAIGN, CONFIGURATION, REPEAT, ComparedRun, Side
 from effllm.records.plain_text import one_line
 
-#: Lengths and clocks that differ by less are alike.
+#: Mean iterations, and mean SM clocks, that differ by at most this share are alike.
 ALIKE, ALIKE_CLOCK = 0.10, 0.03
 MAX_SHOWN = 120
 
@@ -40,7 +40,7 @@ _FACTS = (
     "batch_size",
     "precision",
 )
-#: Facts of the training script and settings that are explained in another way.
+#: Facts, and fields of the config, that are no settings of the training: their differences are not shown as such.
 _NO_SETTINGS = {"job", "command", "aggregator_host", "kernel", "cpus", "style", "name", "pid", "schema_version"}
 _NO_CONFIG = {"run_name", "run_dir", "tags", "endpoint", "secret_file"}
 
@@ -63,7 +63,7 @@ def unfair_differences(a: Side, b: Side) -> list[Dissimilarity]:
         _unlike_means("losses not finite", a, b, lambda run: run.value("losses_not_finite") or 0.0),
         _several_configurations(a, b),
     ]
-    return [*_unlike_values(a, b, _conditions), *(found for found in differences if found is not None)]
+    return [*_unlike_values(a, b, _conditions), *(difference for difference in differences if difference)]
 
 
 def setting_differences(a: Side, b: Side) -> list[Dissimilarity]:
@@ -126,6 +126,7 @@ def _several_configurations(a: Side, b: Side) -> Dissimilarity | None:
 def _unlike_means(
     name: str, a: Side, b: Side, get: Callable[[ComparedRun], float | None], share: float = 0.0
 ) -> Dissimilarity | None:
+    """Return the means if they differ by more than a share of the larger one, or if only one side has values."""
     sides = [[value for run in side.runs if (value := get(run)) is not None] for side in (a, b)]
     means = [fmean(values) for values in sides if values]
     if not means or (len(means) == 2 and abs(means[0] - means[1]) <= share * max(map(abs, means))):

@@ -81,7 +81,7 @@ class LedgerRun(msgspec.Struct):
 
     @property
     def known_wasted_gpu_hours(self) -> float:
-        """`wasted_gpu_hours`; 0 if unknown or without GPUs."""
+        """`wasted_gpu_hours`; 0 if unknown, negative or without GPUs."""
         return 0.0 if self.gpus == 0 else max(self.wasted_gpu_hours or 0.0, 0.0)
 
 
@@ -121,7 +121,7 @@ def totals(runs: Sequence[LedgerRun], by: str, skipped: Sequence[str] = (), wast
 
     A run on several hosts belongs to the group of each host, in equal parts.
     """
-    groups: dict[str, list[tuple[LedgerRun, float]]] = {}
+    groups: dict[str, list[tuple[LedgerRun, float]]] = {}  # runs, each with the share that belongs to the group
     for run in runs:
         names = [one_line(text) for text in KEYS[by](run) if text] or [NOTHING]
         for name in names:
@@ -132,11 +132,12 @@ def totals(runs: Sequence[LedgerRun], by: str, skipped: Sequence[str] = (), wast
 
 
 def _ledger_row(group: str, members: list[tuple[LedgerRun, float]]) -> LedgerRow:
-    hours = [(0.0 if run.gpus == 0 else run.gpu_hours, share) for run, share in members]
+    gpu_hours = [(0.0 if run.gpus == 0 else run.gpu_hours, share) for run, share in members]
     joules = [(run.joules, share) for run, share in members]
     measured = [(run, share) for run, share in members if run.joules is not None]
-    known = [(run, (run.gpu_hours or 0.0) * share) for run, share in members if run.goodput_ratio is not None]
-    device_hours = sum(weight for _, weight in known)
+    with_goodput = [(run, (run.gpu_hours or 0.0) * share) for run, share in members if run.goodput_ratio is not None]
+    device_hours = sum(hours for _, hours in with_goodput)
+    kept_hours = sum((run.goodput_ratio or 0.0) * hours for run, hours in with_goodput)
     causes: dict[str, float] = {}
     for run, share in members:
         if run.cause not in (None, HEALTHY, NONE_FOUND, NO_VERDICT):
@@ -147,8 +148,8 @@ def _ledger_row(group: str, members: list[tuple[LedgerRun, float]]) -> LedgerRow
     return LedgerRow(
         group=group,
         runs=len(members),
-        gpu_hours=_sum(hours) or 0.0,
-        without_hours=sum(value is None for value, _ in hours),
+        gpu_hours=_sum(gpu_hours) or 0.0,
+        without_hours=sum(value is None for value, _ in gpu_hours),
         killed=sum(run.status in KILLED and bool(run.gpu_hours) for run, _ in members),
         joules=_sum(joules),
         incomplete=sum(run.total_joules is None for run, _ in members),
@@ -158,9 +159,7 @@ def _ledger_row(group: str, members: list[tuple[LedgerRun, float]]) -> LedgerRow
         electricity_cost=_sum((run.electricity_cost, share) for run, share in members) if has_one_currency else None,
         currency=", ".join(currencies),
         co2_kg=_sum((run.co2_kg, share) for run, share in members),
-        goodput_ratio=(
-            sum((run.goodput_ratio or 0.0) * weight for run, weight in known) / device_hours if device_hours else None
-        ),
+        goodput_ratio=kept_hours / device_hours if device_hours else None,
         wasted_gpu_hours=sum(run.known_wasted_gpu_hours * share for run, share in members),
         cause=max(causes, key=lambda name: causes[name], default=None),
         simulated=sum(run.simulated for run, _ in members),
@@ -168,10 +167,10 @@ def _ledger_row(group: str, members: list[tuple[LedgerRun, float]]) -> LedgerRow
     )
 
 
-def _sum(parts: Iterable[tuple[float | None, float]]) -> float | None:
-    """Return the sum of the known parts; ``None`` if no part is known."""
-    measured = [value * share for value, share in parts if value is not None]
-    return sum(measured) if measured else None
+def _sum(pairs: Iterable[tuple[float | None, float]]) -> float | None:
+    """Return the sum of the known values, each times its share; ``None`` if no value is known."""
+    parts = [value * share for value, share in pairs if value is not None]
+    return sum(parts) if parts else None
 
 
 def read_ledger(
@@ -190,12 +189,12 @@ def read_ledger(
     by_folder = {run.folder or id(run): run for run in runs}  # two paths may have the same run
     for run in by_folder.values():
         if run.folder and run.status in KILLED:
-            _add_last_report(run, Path(run.folder))
+            _set_gpu_hours_by_last_window(run, Path(run.folder))
     return [run for run in by_folder.values() if since_s is None or (run.started_time_s or 0.0) >= since_s], skipped
 
 
-def _add_last_report(run: LedgerRun, folder: Path) -> None:
-    """Set the GPUs and the GPU-hours of a killed run by its last report: its summary is up to a minute older."""
+def _set_gpu_hours_by_last_window(run: LedgerRun, folder: Path) -> None:
+    """Set the GPUs and the GPU-hours of a killed run until its last window: its summary is up to a minute older."""
     files = LineFiles(folder, "windows")
     with contextlib.suppress(OSError, *DECODE_ERRORS):
         files.refresh()
@@ -208,20 +207,21 @@ def _add_last_report(run: LedgerRun, folder: Path) -> None:
 
 
 def _read_path(path: Path, progress: Progress) -> tuple[list[LedgerRun], list[str]]:
-    lines, skipped = ledger_runs(path)
+    """Return the runs at a path, and a line for each unread file; run folders replace ledger lines of their runs."""
+    ledgered, skipped = ledger_runs(path)
     try:
         runs = find_runs(path)
     except UnreadableRun:
-        if not lines:
+        if not ledgered:
             raise
-        return lines, skipped
+        return ledgered, skipped
     database = Database(runs, columns=_COLUMNS, progress=progress)
     skipped += [f"{file.path}: {file.reason}" for file in database.skipped]
     values = ", ".join(f'{sql} AS "{name}"' for name, sql in _VALUES.items())
     rows = database.connection.execute(f"SELECT {values} FROM runs ORDER BY rowid").fetchall()
-    folders = [LedgerRun(**dict(zip(_VALUES, map(_none_if_impossible, row), strict=True))) for row in rows]
-    keys = {(run.run_id, run.started_time_s) for run in folders}
-    return [*folders, *(run for run in lines if (run.run_id, run.started_time_s) not in keys)], skipped
+    recorded = [LedgerRun(**dict(zip(_VALUES, map(_none_if_impossible, row), strict=True))) for row in rows]
+    keys = {(run.run_id, run.started_time_s) for run in recorded}
+    return [*recorded, *(run for run in ledgered if (run.run_id, run.started_time_s) not in keys)], skipped
 
 
 #: Field of `LedgerRun` -> its value in the table `runs`. Maps and JSON are slow in Python.
@@ -293,10 +293,10 @@ def ledger_runs(place: Path) -> tuple[list[LedgerRun], list[str]]:
     return list(by_key.values()), skipped
 
 
-def _ledger_files(place: Path) -> Iterator[tuple[Path, str]]:
-    folder, name = (place.parent, glob.escape(place.name)) if place.is_file() else (place, "*.jsonl")
-    for path, problem in files_of(folder, name):
-        # The other files are of a run folder.
+def _ledger_files(path: Path) -> Iterator[tuple[Path, str]]:
+    """Yield each ledger file and why it cannot be read, or ""; the files of a run folder are left out."""
+    folder, pattern = (path.parent, glob.escape(path.name)) if path.is_file() else (path, "*.jsonl")
+    for path, problem in files_of(folder, pattern):
         if path.suffix == ".jsonl" and not LINE_FILES.fullmatch(path.name):
             yield path, problem
 

@@ -18,7 +18,7 @@ from effllm.records.identity import Identity
 from effllm.records.job import Summary
 from effllm.views.text.numbers import count_text
 
-#: DuckDB's guess of a name is mostly a table of its own.
+#: For an unknown table, DuckDB mostly suggests one of its internal tables.
 _GUESS = re.compile(r" Did you mean \"(pg|duckdb|sqlite|information_schema)[^\"]*\"\?")
 #: Number of rows that are fetched together.
 _ROWS = 1000
@@ -47,7 +47,7 @@ def load(path: Paths, *, tags: Tags = (), progress: Progress = lambda *_: None) 
     is_one = False
     if isinstance(path, (str, os.PathLike)) and len(runs) == 1:
         real = Path(os.path.realpath(path))
-        is_one = runs[0].folder in (real, real.parent)
+        is_one = runs[0].folder in (real, real.parent)  # the path is the run folder or a file in it
     return (Run if is_one else Runs)(runs, tags, progress=progress)
 
 

@@ -41,8 +41,8 @@ class RankMeans(Struct):
     device: str | None = None
     reports: int = 0
     iterations: int = 0
-    busy_s: float = 0.0
-    wait_s: float = 0.0
+    busy_s: float = 0.0  # time in steps
+    wait_s: float = 0.0  # data wait
     energy_j: float = 0.0
     energy_covered_s: float = 0.0
     memory_peak_bytes: float | None = None
@@ -89,13 +89,13 @@ class RankMeans(Struct):
 class RankTimes:
     """Step times by rank and window; neighbouring windows are added up when there are many.
 
-    The times are own times, if there are any: ranks that wait for each other have equal step times.
+    These are own times (until the sync point), if there are any: ranks that wait for each other have equal step times.
     """
 
     def __init__(self) -> None:
         self.columns: list[tuple[int, dict[int, list[float]]]] = []  # last iteration; seconds and steps by rank
-        self.has_own = False
-        self._windows_per_column, self._num_windows = 1, 0
+        self.has_own = False  # whether the times are own times
+        self._windows_per_column, self._num_windows = 1, 0  # a multiple of the first fills a column
 
     def add_report(self, line: RankRow) -> None:
         """Add a report; the reports of a window follow each other."""
@@ -104,13 +104,13 @@ class RankTimes:
             return
         if line.own_steps and not self.has_own:
             self.columns, self._windows_per_column, self._num_windows, self.has_own = [], 1, 0, True
-        last = line.iteration_shown or line.iteration_last
-        if not self.columns or self.columns[-1][0] != last:
+        last_iteration = line.iteration_shown or line.iteration_last
+        if not self.columns or self.columns[-1][0] != last_iteration:  # the first report of a window
             self._num_windows += 1
             if not self.columns or (self._num_windows - 1) % self._windows_per_column == 0:
-                self.columns.append((last, {}))
+                self.columns.append((last_iteration, {}))
             else:
-                self.columns[-1] = last, self.columns[-1][1]
+                self.columns[-1] = last_iteration, self.columns[-1][1]
             if len(self.columns) > MAX_COLUMNS:
                 self._merge_pairs()
         seconds, count = (line.own_step_s, line.own_steps) if self.has_own else (line.busy_s, steps)
@@ -118,7 +118,7 @@ class RankTimes:
         sums[0], sums[1] = sums[0] + seconds, sums[1] + count
 
     def _merge_pairs(self) -> None:
-        pairs = [self.columns[at : at + 2] for at in range(0, len(self.columns), 2)]
+        pairs = [self.columns[index : index + 2] for index in range(0, len(self.columns), 2)]
         self.columns = []
         for pair in pairs:
             merged: dict[int, list[float]] = {}
@@ -127,7 +127,7 @@ class RankTimes:
                     sums = merged.get(rank, [0.0, 0])
                     merged[rank] = [sums[0] + seconds, sums[1] + count]
             self.columns.append((pair[-1][0], merged))
-        self._windows_per_column, self._num_windows = 2 * self._windows_per_column, 1  # one in the unpaired last column
+        self._windows_per_column, self._num_windows = 2 * self._windows_per_column, 1  # the last column has no pair
 
 
 class RankReports:

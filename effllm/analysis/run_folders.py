@@ -46,13 +46,13 @@ def find_runs(paths: Paths) -> list[FoundRun]:
     """
     runs: dict[str, FoundRun] = {}
     for path in [paths] if isinstance(paths, (str, os.PathLike)) else list(paths):
-        here = [run for folder in _matching_paths(os.fspath(path)) for run in _runs_in(folder)]
-        if not here:
+        runs_at_path = [run for folder in _matching_paths(os.fspath(path)) for run in _runs_in(folder)]
+        if not runs_at_path:
             raise NoRun(
                 f"{path} has no run folder: a run folder contains run.json or summary.json, as in "
                 "efficientllm_runs/20260101-120000-1a2b3c4d"
             )
-        runs |= {str(run.folder): run for run in here}
+        runs |= {str(run.folder): run for run in runs_at_path}
     if not runs:
         raise UnreadableRun("no path of a run folder was given")
     return list(runs.values())
@@ -75,17 +75,17 @@ def named_run(name: str) -> Path:
     if len(named) == 1:
         return named[0]
     if named:
-        some = sorted((run.name for run in named), reverse=True)[:MAX_NAMES]
-        raise UnreadableRun(f"{name} is the name of {len(named)} runs in {folder}: {', '.join(some)}")
-    near = difflib.get_close_matches(name, names, MAX_NAMES) or names[:MAX_NAMES]
+        newest = sorted((run.name for run in named), reverse=True)[:MAX_NAMES]
+        raise UnreadableRun(f"{name} is the name of {len(named)} runs in {folder}: {', '.join(newest)}")
+    similar = difflib.get_close_matches(name, names, MAX_NAMES) or names[:MAX_NAMES]
     if not names:
         raise NoRun(f"there is no run {name}: {folder} has no runs; give a run folder, or a folder of runs")
     text = f"{name} does not exist, and no run in {folder} has this name"
-    raise NoRun(text + (f"; near: {', '.join(near)}" if near else ""))
+    raise NoRun(text + (f"; near: {', '.join(similar)}" if similar else ""))
 
 
 def one_run(name: str) -> Path:
-    """Return the path of a run as `named_run`; of a folder of runs, that of its last one."""
+    """Return the path of a run as `named_run`; for a folder of runs, the path of the run in it that started last."""
     path = named_run(name)
     if path.is_dir() and run_at(str(path)) is None:
         return max((run.folder for run in runs_below(os.path.realpath(path))), key=started_s, default=path)
@@ -93,7 +93,7 @@ def one_run(name: str) -> Path:
 
 
 def started_s(folder: Path) -> float:
-    """Return the time of run.json, which is written at the start of an attempt; 0 without this file."""
+    """Return the unix time of run.json, which is written at the start of an attempt; 0 without this file."""
     with contextlib.suppress(OSError):
         return (folder / FILES[0]).stat().st_mtime
     return 0.0
@@ -111,7 +111,7 @@ def _matching_paths(path: str) -> list[str]:
 
 
 def _runs_in(path: str) -> Iterator[FoundRun]:
-    # Only names are compared: a run folder may be a link, and each run has one path.
+    # The real path, because a run that is also found by a link is returned once.
     folder = os.path.realpath(path)
     if not Path(folder).is_dir():
         folder = os.path.dirname(folder)  # noqa: PTH120 - as fast as the listing of thousands of folders
@@ -147,11 +147,11 @@ def run_at(folder: str) -> FoundRun | None:
 
 def _file_state(path: str) -> str:
     try:
-        about = os.stat(path)  # noqa: PTH116 - thousands of files
+        status = os.stat(path)  # noqa: PTH116 - thousands of files
     except OSError:
         return ""
     # The store replaces both files, so each new file has another inode, even within the resolution of a file's time.
-    return f"{about.st_size}:{about.st_mtime_ns}:{about.st_ino}"
+    return f"{status.st_size}:{status.st_mtime_ns}:{status.st_ino}"
 
 
 def files_of(folder: Path, pattern: str) -> Iterator[tuple[Path, str]]:

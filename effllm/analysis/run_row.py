@@ -79,7 +79,7 @@ def run_row(folder: Path, run: Document, summary: Document) -> Document:
     # DuckDB would cast a text such as "nan" to a number.
     for name, check in _CHECKS:
         row[name] = check(row[name])
-    return row | _metric_columns(summary)
+    return row | _metric_values(summary)
 
 
 _HAVE_COLUMNS = frozenset((*(column.name for column in DOCUMENTED), "ranks", "gpu_model_count", "schema_version"))
@@ -145,7 +145,7 @@ def _distinct_texts(values: Iterator[Any]) -> list[str]:
 _COLUMN_BY_TAG = {tag: column.name for tag, column in metric_columns().items()}
 
 
-def _metric_columns(summary: Document) -> Document:
+def _metric_values(summary: Document) -> Document:
     columns = _COLUMN_BY_TAG
     row: Document = {"metric_errors": {}, "metric_sensor_errors": {}, "other_metrics": {}}
     for tag, stated in _object(summary.get("metrics")).items():
@@ -167,5 +167,5 @@ def _waterfall_and_goodput(summary: Document) -> Document:
     return {
         "waterfall_seconds": {name: part.get("device_seconds") for name, part in named},
         "waterfall_joules": {name: part["joules"] for name, part in named if part.get("joules") is not None},
-        "goodput_joules": {n: j for n, j in _object(_at(summary, "goodput.joules")).items() if j is not None},
+        "goodput_joules": {name: j for name, j in _object(_at(summary, "goodput.joules")).items() if j is not None},
     }

@@ -57,12 +57,12 @@ class ComparedRun(NamedTuple):
 
     def repeat_and_planned(self) -> tuple[int, int] | None:
         """Return the number of this repeat and the planned number, from the tag of a campaign."""
-        number, _, of = self.tags.get(REPEAT, "").partition("/")
-        return (int(number), int(of)) if number.isdecimal() and of.isdecimal() else None
+        number, _, planned = self.tags.get(REPEAT, "").partition("/")
+        return (int(number), int(planned)) if number.isdecimal() and planned.isdecimal() else None
 
 
 class Side(NamedTuple):
-    """Runs of one configuration."""
+    """The runs of one configuration, such as A or B of a comparison."""
 
     name: str
     runs: tuple[ComparedRun, ...]
@@ -78,9 +78,9 @@ def find_sides(arguments: Sequence[str], by: str, runs_folder: str, baseline: st
     sides = _sides_by_value(all_sides, by, left_out) if by else all_sides
     if len({side.name for side in sides}) < len(sides):
         raise UnreadableRun("two sides have the same name: give each side once")
-    times = Counter(run.folder for side in sides for run in side.runs)
-    if twice := [folder for folder, count in times.items() if count > 1]:
-        raise UnreadableRun(f"the run {twice[0]} is on two sides")
+    num_sides = Counter(run.folder for side in sides for run in side.runs)
+    if repeated := [folder for folder, count in num_sides.items() if count > 1]:
+        raise UnreadableRun(f"the run {repeated[0]} is on two sides")
     if baseline:
         if baseline not in [side.name for side in sides]:
             raise UnreadableRun(f"no side is named {baseline}: the sides are {', '.join(side.name for side in sides)}")
@@ -91,10 +91,10 @@ def find_sides(arguments: Sequence[str], by: str, runs_folder: str, baseline: st
     return sides, left_out
 
 
-def find_groups(arguments: Sequence[str], by: str, runs_folder: str) -> tuple[list[Side], list[str]]:
-    """Return the configurations of runs, and a line for every run that was left out; arguments as in `find_sides`.
+def find_configurations(arguments: Sequence[str], by: str, runs_folder: str) -> tuple[list[Side], list[str]]:
+    """Return a side for each configuration, and a line for every run that was left out; arguments as in `find_sides`.
 
-    The default of ``by`` is the tag ``config`` if a run has it; else each run is a configuration.
+    Runs with the same value of ``by`` are a side: by default, of the tag ``config``. If no run has it, each is a side.
     """
     sides, left_out = _sides_of(arguments, runs_folder)
     runs = {run.folder: run for side in sides for run in side.runs}
@@ -134,28 +134,28 @@ def read_compared_runs(sources: Iterable[FoundRun], left_out: list[str]) -> list
 def names_of(runs: Iterable[ComparedRun]) -> dict[Path, str]:
     """Return a name for each run: its id, or with its parent folder if another run has the same id."""
     ids = {run.folder: str(run.row.get("run_id") or run.folder.name) for run in runs}
-    times = Counter(ids.values())
+    num_runs = Counter(ids.values())
     return {
-        folder: one_line(run_id if times[run_id] == 1 else f"{folder.parent.name}/{run_id}")
+        folder: one_line(run_id if num_runs[run_id] == 1 else f"{folder.parent.name}/{run_id}")
         for folder, run_id in ids.items()
     }
 
 
 def newest_repeats(runs: Sequence[ComparedRun], left_out: list[str]) -> list[ComparedRun]:
-    """Leave out a repeat that its campaign ran again: a campaign that was killed may leave a run that completes."""
-    newest: dict[Any, ComparedRun] = {}
+    """Return the runs without repeats that their campaign ran again later; these add lines to ``left_out``."""
+    newest: dict[Any, ComparedRun] = {}  # by `_planned_repeat`; a run of a killed campaign may complete after all
     for run in sorted(runs, key=lambda run: run.row.get("started_time_s") or 0.0):
-        newest[_place_in_campaign(run)] = run
+        newest[_planned_repeat(run)] = run
     kept = {run.folder for run in newest.values()}
     left_out += [
-        f"{run.folder}: the same repeat was run again in {newest[_place_in_campaign(run)].folder.name}"
+        f"{run.folder}: the same repeat was run again in {newest[_planned_repeat(run)].folder.name}"
         for run in runs
         if run.folder not in kept
     ]
     return [run for run in runs if run.folder in kept]
 
 
-def _place_in_campaign(run: ComparedRun) -> Any:
+def _planned_repeat(run: ComparedRun) -> Any:
     if not run.repeat_and_planned():
         return run.folder
     return run.folder.parent, run.tags.get(CAMPAIGN), run.tags.get(CONFIGURATION), run.repeat_and_planned()
@@ -173,6 +173,7 @@ def _sides_of(arguments: Sequence[str], runs_folder: str) -> tuple[list[Side], l
 
 
 def _runs_of(argument: str, runs_folder: str, left_out: list[str]) -> list[ComparedRun]:
+    """Return the runs at a path or glob, or else those with a tag, or else that of a name."""
     if Path(argument).exists() or glob.has_magic(argument) or argument.startswith((".", "/", "~")):
         runs = read_compared_runs(find_runs(str(Path(argument).expanduser())), left_out)
         if not runs:
@@ -180,9 +181,9 @@ def _runs_of(argument: str, runs_folder: str, left_out: list[str]) -> list[Compa
         return runs
     name, _, value = argument.partition("=")
     try:
-        every = {run.folder: run for run in find_runs(runs_folder)}
-        folders = Database(list(every.values()), {name: value}, columns=("folder",)).folders
-        tagged = read_compared_runs([every[folder] for folder in folders], [])
+        all_runs = {run.folder: run for run in find_runs(runs_folder)}
+        folders = Database(list(all_runs.values()), {name: value}, columns=("folder",)).folders
+        tagged = read_compared_runs([all_runs[folder] for folder in folders], [])
     except UnreadableRun:
         tagged = []
     if tagged:
@@ -194,16 +195,16 @@ def _runs_of(argument: str, runs_folder: str, left_out: list[str]) -> list[Compa
 
 
 def _sides_by_value(sides: Sequence[Side], by: str, left_out: list[str]) -> list[Side]:
-    groups: dict[str, dict[Path, ComparedRun]] = {}
+    runs_by_name: dict[str, dict[Path, ComparedRun]] = {}  # by the name of a side, then by the run folder
     for run in sorted((run for side in sides for run in side.runs), key=lambda run: run.row.get("started_time_s") or 0):
         value = run.tags.get(by, run.row.get(by, run.facts.get(by)))
         if not isinstance(value, (str, int, float, list)) or value == []:
             left_out.append(f"{run.folder}: has no {by}")
             continue
         text = ", ".join(map(str, value)) if isinstance(value, list) else str(value)
-        groups.setdefault(f"{by}={text}" if text else by, {})[run.folder] = run
-    if not groups:
+        runs_by_name.setdefault(f"{by}={text}" if text else by, {})[run.folder] = run
+    if not runs_by_name:
         raise UnreadableRun(
             f"no run has a tag, an identity or a fact named {by}; EFFICIENTLLM_TAGS={by}=VALUE sets a tag"
         )
-    return [Side(name, tuple(runs.values())) for name, runs in groups.items()]
+    return [Side(name, tuple(runs.values())) for name, runs in runs_by_name.items()]

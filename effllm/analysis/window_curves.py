@@ -17,7 +17,7 @@ from effllm.store.reader import JsonLines, segments
 
 #: A curve with more points in memory is thinned to half of them.
 MAX_POINTS = 2**17
-_FOLDED = 4  # so many neighbours become two: the smallest and the largest
+_NEIGHBOURS = 4  # of so many neighbours two are kept: the smallest and the largest
 
 #: Tag of the loss; ``spread/NAME/FIELD`` is the tag of a field of a distribution.
 LOSS = "loss"
@@ -26,7 +26,7 @@ OVER_TOKENS, OVER_JOULES, OVER_SECONDS = "loss/tokens", "loss/joules", "loss/sec
 
 
 class Curve:
-    """Points in the order of recording. The smallest and the largest value and their places are exact.
+    """Points in the order of recording, thinned above `MAX_POINTS`; the smallest and the largest one always stay.
 
     A value that was not measured is nan, and one above `MAX_VALUE` counts as nan: the curve has a gap there.
     """
@@ -48,47 +48,47 @@ class Curve:
         self._x.append(x)
         self._y.append(y)
         if len(self._y) >= MAX_POINTS:
-            self._fold()
+            self._drop_half()
 
     def thinned(self, buckets: int) -> tuple[list[float], list[float]]:
-        """Return the first and the last point, and of each bucket the smallest and the largest value, and the gaps."""
+        """Return x and y of few points: the first, the last, and of each bucket of x the extremes of y and the gaps."""
         x, y = np.frombuffer(self._x), np.frombuffer(self._y)
         if len(x) <= 2 * buckets:
             return x.tolist(), y.tolist()
-        kept = {0, len(x) - 1}
+        kept_at = {0, len(x) - 1}
         starts = _bucket_starts(x, buckets)
         for begin, end in zip(starts, [*starts[1:], len(x)], strict=True):
-            part = y[begin:end]
-            if np.isnan(part).all():
-                kept.add(begin)
+            values = y[begin:end]
+            if np.isnan(values).all():
+                kept_at.add(begin)
                 continue
-            if begin and np.isnan(part[0]):  # the gap before the first value of this bucket
-                kept.add(begin)
-            kept |= {begin + int(np.nanargmin(part)), begin + int(np.nanargmax(part))}
-        order = sorted(kept)
+            if begin and np.isnan(values[0]):  # the gap before the first value of this bucket
+                kept_at.add(begin)
+            kept_at |= {begin + int(np.nanargmin(values)), begin + int(np.nanargmax(values))}
+        order = sorted(kept_at)
         return x[order].tolist(), y[order].tolist()
 
-    def _fold(self) -> None:
-        whole = (len(self._y) - 1) // _FOLDED * _FOLDED  # without the last point
-        x, y = (np.frombuffer(values)[:whole].reshape(-1, _FOLDED) for values in (self._x, self._y))
+    def _drop_half(self) -> None:
+        num_thinned = (len(self._y) - 1) // _NEIGHBOURS * _NEIGHBOURS  # number of points; the last point of all stays
+        x, y = (np.frombuffer(values)[:num_thinned].reshape(-1, _NEIGHBOURS) for values in (self._x, self._y))
         missing = np.isnan(y)
-        least = np.where(missing, np.inf, y).argmin(axis=1)
-        most = np.where(missing, -np.inf, y).argmax(axis=1)
-        # A group without a value keeps one nan twice; a group with one value keeps this value and a neighbour.
-        both = np.sort(np.stack([least, most], axis=1), axis=1)
-        folded = [np.take_along_axis(values, both, axis=1).ravel() for values in (x, y)]
-        rest = [values[whole:] for values in (self._x, self._y)]
-        self._x, self._y = (array("d", kept.tobytes()) + end for kept, end in zip(folded, rest, strict=True))
+        least_at = np.where(missing, np.inf, y).argmin(axis=1)
+        most_at = np.where(missing, -np.inf, y).argmax(axis=1)
+        # Neighbours without a value keep one nan twice; those with one value keep this value and a neighbour.
+        kept_at = np.sort(np.stack([least_at, most_at], axis=1), axis=1)
+        kept = [np.take_along_axis(values, kept_at, axis=1).ravel() for values in (x, y)]
+        ends = [values[num_thinned:] for values in (self._x, self._y)]
+        self._x, self._y = (array("d", part.tobytes()) + end for part, end in zip(kept, ends, strict=True))
 
 
 def _bucket_starts(x: Any, buckets: int) -> list[int]:
-    """Return the first index of each bucket: equal widths of x, because a folded curve is not even.
+    """Return the first index of each bucket: equal widths of x, as a thinned curve has uneven distances.
 
     After a restart x goes back, so a run of many attempts has more buckets: then the buckets have equal counts.
     """
     low, high = float(x.min()), float(x.max())
-    place = np.minimum(np.floor((x - low) / ((high - low) or 1.0) * buckets), buckets - 1)
-    starts = np.flatnonzero(np.diff(place, prepend=-1.0))
+    bucket_of_point = np.minimum(np.floor((x - low) / ((high - low) or 1.0) * buckets), buckets - 1)
+    starts = np.flatnonzero(np.diff(bucket_of_point, prepend=-1.0))
     if len(starts) > 2 * buckets:
         starts = np.linspace(0, len(x), buckets, endpoint=False).astype(int)
     return [int(start) for start in starts]
@@ -118,7 +118,7 @@ class WindowCurves:
         parts = [(tag, *tag.split("/")[1:]) for tag in self.curves if tag.startswith("spread/")]
         self._spreads = [(self.curves[tag], name, field) for tag, name, field in parts]
         self._attempt = 0
-        self._tokens, self._first_s = 0.0, math.nan  # so far; end of the first window
+        self._tokens_so_far, self._first_end_s = 0.0, math.nan  # the end of the first window, as unix time
 
     def read_folder(self, folder: Path) -> None:
         """Read the windows of a run."""
@@ -126,10 +126,10 @@ class WindowCurves:
         for line in lines:
             # A correction has the counts of late reports; a window without an iteration has no values of iterations.
             if not (line.correction or line.iteration_last < line.iteration_first):
-                self._add(line)
+                self._add_window(line)
         self.skipped_lines = lines.num_skipped
 
-    def _add(self, line: CurveLine) -> None:
+    def _add_window(self, line: CurveLine) -> None:
         self.is_simulated |= line.simulated
         x = float(line.iteration)
         if line.attempt != self._attempt:  # a restart repeats iterations: the curve begins again
@@ -149,13 +149,13 @@ class WindowCurves:
             curve.add(x, math.nan if spread is None else getattr(spread, field))
 
     def _add_loss_over(self, line: CurveLine) -> None:
-        self._tokens += line.last.tokens
-        self._first_s = line.time_s if math.isnan(self._first_s) else self._first_s
-        x = {
-            OVER_TOKENS: self._tokens or math.nan,
+        self._tokens_so_far += line.last.tokens
+        self._first_end_s = line.time_s if math.isnan(self._first_end_s) else self._first_end_s
+        x_by_tag = {
+            OVER_TOKENS: self._tokens_so_far or math.nan,
             OVER_JOULES: line.values.get("energy/measured_joules", math.nan),
-            OVER_SECONDS: line.time_s - self._first_s,
+            OVER_SECONDS: line.time_s - self._first_end_s,
         }
         for tag, curve in self._loss_over.items():
-            if line.loss is not None and math.isfinite(x[tag]):
-                curve.add(x[tag], line.loss)
+            if line.loss is not None and math.isfinite(x_by_tag[tag]):
+                curve.add(x_by_tag[tag], line.loss)

@@ -18,28 +18,28 @@ def load_yaml(content: str | bytes) -> Any:
         node = loader.get_single_node()
         if node is None:
             return None
-        _num_expanded_nodes(node, {})
+        _num_expanded_nodes(node, {})  # raises for a repeated key, a cycle, or a huge document
         return loader.construct_document(node)
     except (ValueError, RecursionError) as error:  # a date such as 2026-99-99; a deep document
         raise yaml.YAMLError(str(error)) from error
 
 
 def _num_expanded_nodes(node: Any, sizes: dict[int, int]) -> int:
-    """Return the number of nodes of a document with expanded aliases; ``sizes`` has those of known nodes, by id."""
+    """Return the number of nodes below a node, with expanded aliases; ``sizes`` has the results so far, by id."""
     import yaml
 
     if id(node) in sizes:
         if not sizes[id(node)]:
             raise yaml.YAMLError("an alias refers to itself")
         return sizes[id(node)]
-    sizes[id(node)] = 0
+    sizes[id(node)] = 0  # until its parts are counted
     parts: list[Any] = []
     if isinstance(node, yaml.SequenceNode):
         parts = node.value
     elif isinstance(node, yaml.MappingNode):
-        times = Counter(key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode))
-        if twice := [key for key, count in times.items() if count > 1]:
-            raise yaml.YAMLError(f"the key {twice[0]} is given twice")
+        counts = Counter(key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode))
+        if repeated := [key for key, count in counts.items() if count > 1]:
+            raise yaml.YAMLError(f"the key {repeated[0]} is given twice")
         parts = [part for pair in node.value for part in pair]
     sizes[id(node)] = 1 + sum(_num_expanded_nodes(part, sizes) for part in parts)
     if sizes[id(node)] > MAX_NODES:

@@ -38,7 +38,7 @@ from effllm.analysis.configurations import configurations
 from effllm.analysis.fairness import setting_differences, unfair_differences
 from effllm.analysis.load import load_errors
 from effllm.analysis.run_folders import NoRun
-from effllm.analysis.sides import find_groups, find_sides
+from effllm.analysis.sides import find_configurations, find_sides
 from effllm.commands.output import complain, form_of
 from effllm.config.settings import ConfigError, read_config
 from effllm.config.switches import process_environ
@@ -112,7 +112,7 @@ def _print_configurations(
     form: str, console: Console, runs: Sequence[str], by: str, metrics: Sequence[str], folder: str, *, is_paper: bool
 ) -> int:
     _require_scipy()
-    sides, left_out = find_groups(runs, by, folder or read_config(process_environ()).run_dir)
+    sides, left_out = find_configurations(runs, by, folder or read_config(process_environ()).run_dir)
     table = configurations(sides, is_paper=is_paper, names=metrics)
     if form == "text":
         configurations_text.print_table(table, console)

@@ -23,7 +23,7 @@ import typer
 
 from effllm.analysis.configurations import configurations
 from effllm.analysis.run_folders import UnreadableRun, find_runs
-from effllm.analysis.sides import CONFIGURATION, find_groups
+from effllm.analysis.sides import CONFIGURATION, find_configurations
 from effllm.commands.compare import comparison_errors, comparison_page
 from effllm.commands.output import complain
 from effllm.config.settings import read_config
@@ -72,7 +72,7 @@ def _comparison(arguments: list[str], by: str, count: int) -> ComparedRuns:
     if count < 2:
         return ComparedRuns()
     try:
-        sides, _ = find_groups(arguments, by, read_config(process_environ()).run_dir)
+        sides, _ = find_configurations(arguments, by, read_config(process_environ()).run_dir)
         names = {run.folder: side.name for side in sides for run in side.runs}
         if len(names) == len(sides):  # each run is a configuration
             return ComparedRuns(comparison_page(arguments))
