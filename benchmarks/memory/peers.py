@@ -32,7 +32,7 @@ def accelerate(shape: ModelShape, plan: MemoryPlan) -> float:
     """Return the largest figure of accelerate's ``estimate_training_usage``: Adam, no activations."""
     from accelerate.commands.estimate import estimate_training_usage
 
-    precision = "bfloat16" if plan.numbers.compute == 2 else "float32"
+    precision = "bfloat16" if plan.numbers.bytes_per_activation == 2 else "float32"
     return float(max(estimate_training_usage(count_parameters(shape).total * 4, precision).values()))
 
 

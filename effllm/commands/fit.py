@@ -37,7 +37,7 @@ from effllm.devices.known.hardware import find_by_typed_words, similar_gpus, usa
 from effllm.memory.changes import DOES_NOT_FIT, FITS, UNCLEAR, fitting_changes, verdict
 from effllm.memory.config_json import architecture_of
 from effllm.memory.estimate import MeasuredStep, estimate
-from effllm.memory.plan import INFERENCE, PRECISIONS, TRAINING, ImpossiblePlan, MemoryPlan
+from effllm.memory.plan import INFERENCE, TRAINING, ImpossiblePlan, MemoryPlan
 from effllm.records.plain_text import one_line
 from effllm.views.fit_text import GpuMemory, ModelFit, fit_document, fit_lines, wrapped
 
@@ -267,8 +267,8 @@ def _with_num_gpus(plan: MemoryPlan, gpus: int | None, is_dp_given: bool) -> Mem
 
 def _serving_plan(plan: MemoryPlan, settings: dict[str, Any]) -> MemoryPlan:
     """Return the plan of inference on the same GPUs: weights in the precision of the matrix products."""
-    precision = plan.precision
-    if PRECISIONS[precision].weights > PRECISIONS[precision].compute or "precision" not in settings:
+    precision, numbers = plan.precision, plan.numbers
+    if numbers.bytes_per_weight > numbers.bytes_per_activation or "precision" not in settings:
         precision = "fp16" if precision.startswith("fp16") else "bf16"
     # Adapters of LoRA are merged into a base that is not quantized any more.
     return replace(

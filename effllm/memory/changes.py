@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import combinations
-from typing import Any
+from typing import Any, NamedTuple
 
 from effllm.memory.estimate import ByteRange, MemoryEstimate, estimate
 from effllm.memory.plan import ImpossiblePlan, MemoryPlan, ModelShape
@@ -34,8 +34,7 @@ class PlanChange:
         return " ".join(f"--{names[name]} {value}" for name, value in self.settings.items())
 
 
-@dataclass(frozen=True)
-class FittingChange:
+class FittingChange(NamedTuple):
     """Changes that together make a plan fit."""
 
     options: str
@@ -54,18 +53,18 @@ def fitting_changes(given: MemoryEstimate, usable_bytes: float, *, keeps_gpus: b
         return []
     changes = list((_training_changes if given.plan.is_training else _serving_changes)(given.plan))
     changes += _splitting_changes(given.shape, given.plan, keeps_gpus)
-    sets: list[frozenset[str]] = []
+    fitting_options: list[frozenset[str]] = []  # the options of each change in `fitting`
     fitting: list[FittingChange] = []
     for count in range(1, MAX_COMBINED + 1):
         for chosen in combinations(changes, count):
-            names = frozenset(change.options for change in chosen)
+            options = frozenset(change.options for change in chosen)
             changed = [pair for change in chosen for pair in (*change.settings.items(), *change.implied.items())]
             settings = dict(changed)
-            if len(settings) < len(changed) or any(subset <= names for subset in sets):
+            if len(settings) < len(changed) or any(subset <= options for subset in fitting_options):  # a setting twice
                 continue
             change = _combined(chosen, replace(given.plan, **settings), given, keeps_gpus)
             if change is not None and change.total.high <= usable_bytes:
-                sets.append(names)
+                fitting_options.append(options)
                 fitting.append(change)
         if len(fitting) >= MAX_CHANGES:
             break
@@ -75,7 +74,7 @@ def fitting_changes(given: MemoryEstimate, usable_bytes: float, *, keeps_gpus: b
 def _combined(
     chosen: Sequence[PlanChange], plan: MemoryPlan, given: MemoryEstimate, keeps_gpus: bool
 ) -> FittingChange | None:
-    """Return changes as one; fewer ranks for data parallelism have more accumulation, for the same global batch."""
+    """Return changes as one, or ``None`` if impossible; with a smaller DP, accumulation keeps the global batch."""
     before = given.plan
     costs, options = [change.cost for change in chosen if change.cost], [change.options for change in chosen]
     if keeps_gpus and plan.gpus > before.gpus:
@@ -102,14 +101,14 @@ def _serving_changes(plan: MemoryPlan) -> Iterator[PlanChange]:
     for divisor in (2, 4, 8):
         if plan.micro_batch >= divisor:
             yield PlanChange("fewer sequences at a time", 1 + divisor / 8, {"micro_batch": plan.micro_batch // divisor})
-    if plan.numbers.weights == 4:
+    if plan.numbers.bytes_per_weight == 4:
         yield PlanChange("weights in 16 bits", 2.0, {"precision": "bf16"})
     if not plan.base_bits:
         yield from (PlanChange("quantized weights", 7 - bits / 4, {"base_bits": bits}) for bits in (8, 4))
 
 
 def _training_changes(plan: MemoryPlan) -> Iterator[PlanChange]:
-    short = "fp16" if plan.precision.startswith("fp16") else "bf16"
+    type_16_bits = "fp16" if plan.precision.startswith("fp16") else "bf16"
     if plan.attention == "eager":
         yield PlanChange("none", 0.1, {"attention": "sdpa"})
         if plan.checkpointing == "none":
@@ -126,10 +125,10 @@ def _training_changes(plan: MemoryPlan) -> Iterator[PlanChange]:
             yield PlanChange("smaller matrix products, the same result", 1 + divisor / 16, sizes, more)
     if plan.optimizer == "adamw" and not plan.lora_rank:
         yield PlanChange("quantized optimizer states (arXiv 2110.02861)", 2.0, {"optimizer": "adamw-8bit"})
-    if plan.numbers.weights == 4 and not plan.lora_rank:
-        yield PlanChange("no weights in 32 bits: small updates are lost", 5.0, {"precision": short})
+    if plan.numbers.bytes_per_weight == 4 and not plan.lora_rank:
+        yield PlanChange("no weights in 32 bits: small updates are lost", 5.0, {"precision": type_16_bits})
     if not plan.lora_rank:
-        adapters: dict[str, Any] = {"precision": short, "lora_rank": 16}
+        adapters: dict[str, Any] = {"precision": type_16_bits, "lora_rank": 16}
         implied = {"optimizer": "adamw"}
         yield PlanChange("only adapters are trained", 6.0, adapters, implied)
         yield PlanChange("only adapters are trained, on a base of 4 bits", 7.0, {**adapters, "base_bits": 4}, implied)

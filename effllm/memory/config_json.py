@@ -46,7 +46,8 @@ def as_json(value: Any) -> str:
     return json.dumps(value)[:60]
 
 
-def whole(fields: Fields, key: str, default: int | None = None) -> int:
+def number_in(fields: Fields, key: str, default: int | None = None) -> int:
+    """Return a field that is a whole number within its limits; `WrongModel` for another value, or without any."""
     value = fields.get(key)
     if value is None:
         if default is None:
@@ -58,16 +59,18 @@ def whole(fields: Fields, key: str, default: int | None = None) -> int:
         raise UnknownArchitecture(f"{key} is {as_json(value)}: {_NO_SIZES}")
     if isinstance(value, bool) or not isinstance(value, int):
         raise WrongModel(f"{key} is {as_json(value)}, not a whole number")
-    lowest, limit = int(key not in names_of("may_be_zero")), MAX_LAYERS if key in names_of("layers") else MAX_SIZE
+    lowest = 0 if key in field_names("may_be_zero") else 1
+    limit = MAX_LAYERS if key in field_names("layers") else MAX_SIZE
     if not lowest <= value <= limit:
         raise WrongModel(f"{key} is {as_json(fields[key])}: a number from {lowest} to {limit:,} is possible")
     return value
 
 
-def size(fields: Fields, kind: str, default: int | None = None) -> int:
-    stated = [key for key in names_of(kind) if key in fields]
-    key = next((key for key in stated if fields[key] is not None), stated[0] if stated else names_of(kind)[0])
-    return whole(fields, key, default)
+def size_in(fields: Fields, kind: str, default: int | None = None) -> int:
+    """Return a size, such as "hidden", whose field has other names in other architectures (`field_names`)."""
+    stated = [key for key in field_names(kind) if key in fields]
+    key = next((key for key in stated if fields[key] is not None), stated[0] if stated else field_names(kind)[0])
+    return number_in(fields, key, default)
 
 
 def flag(fields: Fields, key: str, default: bool) -> bool:
@@ -90,7 +93,7 @@ def read_config(fields: Fields, name: str = "") -> ModelShape:
     if "dim" in fields and "n_layers" in fields:
         fields = _mistral_fields(fields)
     inner = fields.get("text_config")
-    if isinstance(inner, Mapping) and not any(key in fields for key in names_of("layers")):
+    if isinstance(inner, Mapping) and not any(key in fields for key in field_names("layers")):
         fields = _text_model_fields(inner, fields, notes)
     key = "model_type" if text(fields, "model_type") else "architectures"
     architecture = text(fields, "model_type") or architecture_of(fields)
@@ -137,7 +140,7 @@ def _is_tied(inner: Fields, outer: Fields, notes: list[str]) -> bool | None:
     kind, key = text(outer, "model_type"), "tie_word_embeddings"
     rule = next((rule for rule, kinds in config_tables()["tied"].items() if kind in kinds), "")
     read = {"inner": [inner], "": [inner, outer], "either": [inner, outer]}.get(rule, [outer])
-    values = [flag(place, key, False) for place in read if place.get(key) is not None]
+    values = [flag(config, key, False) for config in read if config.get(key) is not None]
     if rule == "outer_or_true" and not values:
         notes.append(f"{key} of {kind} is not stated: transformers ties the head, a checkpoint may have its own")
     default = {"outer_or_true": True, "outer_or_false": False, "either": False}.get(rule)
@@ -156,7 +159,7 @@ def architectures() -> dict[str, dict[str, Any]]:
     return rows | {kind: rows[other] for kind, other in config_tables()["same"].items()}
 
 
-def names_of(kind: str) -> list[str]:
+def field_names(kind: str) -> list[str]:
     return list(config_tables()["names"][kind])
 
 
@@ -175,15 +178,15 @@ def shape_of(fields: Fields, architecture: str) -> ModelShape:
     latent = LatentAttention(**_table_values(fields, row["latent"])) if "latent" in row else None
     if latent:
         head_dim = latent.nope_head_dim + latent.rope_head_dim
-        fields = {**fields, "head_dim": head_dim, "num_key_value_heads": size(fields, "heads")}
+        fields = {**fields, "head_dim": head_dim, "num_key_value_heads": size_in(fields, "heads")}
     shape = _usual_shape(fields, row)
-    heads = {"": 0, "head": 2, "all": shape.heads + shape.kv_heads}[row.get("qk_norm", "")]
+    normed_heads = {"": 0, "head": 2, "all": shape.heads + shape.kv_heads}[row.get("qk_norm", "")]
     has_norms = "qk_norm_if" not in row or flag(fields, row["qk_norm_if"], False)
     experts = _experts(fields, shape, row["experts"]) if "experts" in row else None
     notes = ("the module that predicts a further token (MTP) is not counted",)
     return replace(
         shape,
-        qk_norm_per_layer=heads * shape.head_dim if has_norms else 0,
+        qk_norm_per_layer=normed_heads * shape.head_dim if has_norms else 0,
         other_per_layer=shape.heads if "sinks" in row else 0,
         experts=experts,
         latent=latent,
@@ -195,12 +198,12 @@ def _usual_shape(fields: Fields, row: Mapping[str, Any]) -> ModelShape:
     """Return the shape of the usual layer: attention with grouped queries, an MLP and two norms."""
     if listed := [key for key in fields if _PER_LAYER.fullmatch(key) and isinstance(fields[key], (list, dict))]:
         raise UnknownArchitecture(f"{listed[0]} is {as_json(fields[listed[0]])}: {_NO_SIZES}")
-    hidden, heads, layers = size(fields, "hidden"), size(fields, "heads"), size(fields, "layers")
+    hidden, heads, layers = size_in(fields, "hidden"), size_in(fields, "heads"), size_in(fields, "layers")
     if other := [key for key in row.get("unknown", ()) if fields.get(key) not in (None, False, hidden)]:
         raise UnknownArchitecture(f"{other[0]} is {as_json(fields[other[0]])}: there are no formulas for such layers")
     if not fields.get("head_dim") and hidden % heads:
         raise WrongModel(f"hidden_size {hidden} is not a multiple of num_attention_heads {heads}")
-    window = whole(fields, "sliding_window", 0) if flag(fields, "use_sliding_window", True) else 0
+    window = number_in(fields, "sliding_window", 0) if flag(fields, "use_sliding_window", True) else 0
     sliding, bias = _num_sliding_layers(fields, layers), _table_value(fields, row.get("bias", False))
     activations = [text(fields, key) for key in ("hidden_activation", "hidden_act", "activation_function")]
     shape = ModelShape(
@@ -209,10 +212,10 @@ def _usual_shape(fields: Fields, row: Mapping[str, Any]) -> ModelShape:
         layers=layers,
         hidden=hidden,
         heads=heads,
-        kv_heads=whole(fields, "num_key_value_heads", heads),
-        head_dim=whole(fields, "head_dim", hidden // heads),
-        intermediate=size(fields, "intermediate", 4 * hidden),
-        vocab=size(fields, "vocab"),
+        kv_heads=number_in(fields, "num_key_value_heads", heads),
+        head_dim=number_in(fields, "head_dim", hidden // heads),
+        intermediate=size_in(fields, "intermediate", 4 * hidden),
+        vocab=size_in(fields, "vocab"),
         tied=flag(fields, "tie_word_embeddings", row.get("tied", False)),
         qkv_bias=bias,
         out_bias=bias,
@@ -234,7 +237,7 @@ def _table_value(fields: Fields, value: Any) -> Any:
     names = [name for name in value if isinstance(name, str)]
     default = value[-1] if len(names) < len(value) else None
     key = next((name for name in names if fields.get(name) is not None), names[-1])
-    return flag(fields, key, default) if isinstance(default, bool) else whole(fields, key, default)
+    return flag(fields, key, default) if isinstance(default, bool) else number_in(fields, key, default)
 
 
 def _table_values(fields: Fields, row: Mapping[str, Any]) -> dict[str, Any]:
@@ -253,9 +256,9 @@ def _num_sliding_layers(fields: Fields, layers: int) -> int:
         if not re.fullmatch("[LG]+", pattern):
             raise WrongModel(f"sliding_window_pattern is {as_json(pattern)}, not a number or letters L and G")
         return sum(pattern[layer % len(pattern)] == "L" for layer in range(layers - 1))
-    if every := whole(fields, "sliding_window_pattern", 0):
-        return layers - layers // every
-    return max(layers - whole(fields, "max_window_layers", 0), 0)
+    if period := number_in(fields, "sliding_window_pattern", 0):  # the last layer of each period has no window
+        return layers - layers // period
+    return max(layers - number_in(fields, "max_window_layers", 0), 0)  # this number of first layers has no window
 
 
 def _experts(fields: Fields, shape: ModelShape, row: Mapping[str, Any]) -> Experts | None:
@@ -264,24 +267,24 @@ def _experts(fields: Fields, shape: ModelShape, row: Mapping[str, Any]) -> Exper
         return None
     stated = _table_values(fields, row)
     width = stated.setdefault("intermediate", shape.intermediate)
-    first, every = whole(fields, "first_k_dense_replace", 0), whole(fields, "moe_layer_freq", 1)
-    step = whole(fields, "decoder_sparse_step", whole(fields, "interleave_moe_layer_step", 1))
-    without, listed = fields.get("mlp_only_layers") or [], fields.get("moe_layers")
+    first, period = number_in(fields, "first_k_dense_replace", 0), number_in(fields, "moe_layer_freq", 1)
+    step = number_in(fields, "decoder_sparse_step", number_in(fields, "interleave_moe_layer_step", 1))
+    dense_layers, expert_layers = fields.get("mlp_only_layers") or [], fields.get("moe_layers")
     layers = sum(
-        layer >= first and layer % every == 0 and (layer + 1) % step == 0 and layer not in without
+        layer >= first and layer % period == 0 and (layer + 1) % step == 0 and layer not in dense_layers
         for layer in range(shape.layers)
     )
     stated = {"shared_intermediate": width * stated.pop("shared", 0), **stated}
-    return Experts(**stated, layers=len(listed) if isinstance(listed, list) else layers)
+    return Experts(**stated, layers=len(expert_layers) if isinstance(expert_layers, list) else layers)
 
 
 def _falcon_fields(fields: Fields) -> Fields:
     """Return the fields with the numbers of key-value heads and norms, which follow from switches."""
-    heads = size(fields, "heads")
-    keys, norms = 1 if flag(fields, "multi_query", True) else heads, 1 if flag(fields, "parallel_attn", True) else 2
+    heads, norms = size_in(fields, "heads"), 1 if flag(fields, "parallel_attn", True) else 2
+    kv_heads = 1 if flag(fields, "multi_query", True) else heads
     if flag(fields, "new_decoder_architecture", False):
-        keys, norms = whole(fields, "num_kv_heads", heads), whole(fields, "num_ln_in_parallel_attn", 2)
-    return {**fields, "num_key_value_heads": keys, "norms_per_layer": norms}
+        kv_heads, norms = number_in(fields, "num_kv_heads", heads), number_in(fields, "num_ln_in_parallel_attn", 2)
+    return {**fields, "num_key_value_heads": kv_heads, "norms_per_layer": norms}
 
 
 class KnownModel(msgspec.Struct, frozen=True):
@@ -313,7 +316,7 @@ def known_models() -> tuple[KnownModel, ...]:
 
 
 def find_variant(name: str) -> KnownModel | None:
-    """Return the model of which a name is a variant with the same sizes; quantized ones have other weights."""
+    """Return the model whose sizes a variant of this name has, such as NAME-Instruct; not for quantized variants."""
     short = name.split("/")[-1].lower().removeprefix("meta-")
     while (shorter := re.sub(_VARIANT, "", short)) != short:
         short = shorter

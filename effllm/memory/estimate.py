@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
 
@@ -66,6 +66,7 @@ NCCL_GROUP = ByteRange(0.1e9, 0.7e9, 2.0e9)
 #: collectives free tensors late: 20 published pairs of allocated and reserved bytes of several GPUs have 1 to 80 %, in
 #: the median 20 %; totals and reserved bytes of one GPU have less.
 FRAGMENTATION = (0.0, 0.1, 0.3), (0.0, 0.15, 0.5)
+BUCKET_BYTES = 1e9  # DeepSpeed's default reduce_bucket_size of 5e8 elements, in 16 bits
 #: cuBLAS workspaces: 32 MiB for each handle on Hopper, 8 MiB on other GPUs.
 CUBLAS_WORKSPACE = ByteRange(8 * 2**20, 32 * 2**20, 64 * 2**20)
 #: Relative limits of activations and logits: the 5th and the 95th percentile of counted over estimated bytes, of 360
@@ -85,8 +86,7 @@ _MEASURED = "measured with fake tensors, as counted on CPU; limits: those of the
 FORWARD_BACKWARD, OPTIMIZER_STEP, SERVING = "forward and backward", "optimizer step", "serving"
 
 
-@dataclass(frozen=True)
-class MemoryPart:
+class MemoryPart(NamedTuple):
     """A part of the memory at the peak of the rank, with the basis of its interval."""
 
     name: str
@@ -99,8 +99,7 @@ class MemoryPart:
 Moment = tuple[str, list[MemoryPart]]
 
 
-@dataclass(frozen=True)
-class MemoryEstimate:
+class MemoryEstimate(NamedTuple):
     """The memory of the rank that needs most."""
 
     shape: ModelShape
@@ -149,8 +148,8 @@ _OUTSIDE = (("CUDA context", "fragmentation"), ("CUDA context",))
 def _in_allocator(plan: MemoryPlan, parts: list[MemoryPart], outside: tuple[str, ...]) -> ByteRange:
     """Return the sum of the parts in torch's allocator, at one moment."""
     nccl, inside = nccl_buffers(plan), {part.name: part.bytes for part in parts if part.name not in outside}
-    own = ByteRange(*(size - other for size, other in zip(inside["communication buffers"], nccl, strict=True)))
-    return total_of({**inside, "communication buffers": own}.values())
+    of_torch = ByteRange(*(size - other for size, other in zip(inside["communication buffers"], nccl, strict=True)))
+    return total_of({**inside, "communication buffers": of_torch}.values())
 
 
 def _with_last_parts(plan: MemoryPlan, parts: list[MemoryPart]) -> list[MemoryPart]:
@@ -167,27 +166,28 @@ def _training_parts(shape: ModelShape, plan: MemoryPlan, stage: Stage, measured:
     """Return the parts at the two moments of a training step that can have its peak."""
     held = states.rank_tensors(shape, plan, stage)
     trained = states.trained_tensors(plan, held)
-    all_gradients = states.gradient_bytes(plan, trained)
+    all_gradients = states.gradient_bytes(plan, trained)  # bytes, as in all of these names
     held_gradients = states.gradient_bytes(plan, divided(plan, trained, 2))
-    at_peak, activations = _activation_parts(shape, plan, stage, held, measured)
-    gradients = at_peak * (held_gradients / all_gradients if all_gradients else 1.0)
+    undivided_at_peak, activations = _activation_parts(shape, plan, stage, held, measured)
+    gradients_at_peak = undivided_at_peak * (held_gradients / all_gradients if all_gradients else 1.0)
     all_weights = states.weight_bytes(plan, held, trained)
     of_optimizer = ByteRange.exact(states.state_bytes(plan, divided(plan, trained, 1)))
-    master = " and a copy of the weights in 32 bits" if plan.numbers.master and not plan.lora_rank else ""
+    master = " and a copy of the weights in 32 bits" if plan.numbers.bytes_per_master and not plan.lora_rank else ""
     fixed = [
         _weight_part(plan, held, trained, measured),
         MemoryPart("optimizer states", of_optimizer, plan.optimizer + master),
         *_fixed_parts(plan, held, communication_buffers(plan, all_gradients, all_weights, all_weights / stage.layers)),
     ]
-    basis = f"{ADAPTER_BYTES if plan.lora_rank else plan.numbers.gradients} bytes for each trained parameter"
-    largest = max(held_gradients, gradients)
+    basis = f"{ADAPTER_BYTES if plan.lora_rank else plan.numbers.bytes_per_gradient} bytes for each trained parameter"
+    largest = max(held_gradients, gradients_at_peak)
     # A loop that calls zero_grad() after the forward pass has all gradients at the loss, too; FSDP1 has gradients of a
     # flat parameter with adapters as a whole.
-    flat = elements(divided(plan, held, 2)) * plan.numbers.gradients if plan.lora_rank and plan.zero == 3 else 0.0
-    of_gradients = ByteRange(gradients, gradients, largest + (0.0 if plan.base_bits else flat))
-    size = ADAPTER_BYTES if plan.lora_rank else plan.numbers.states
+    has_flat = plan.lora_rank and plan.zero == 3 and not plan.base_bits
+    flat = elements(divided(plan, held, 2)) * plan.numbers.bytes_per_gradient if has_flat else 0.0
+    of_gradients = ByteRange(gradients_at_peak, gradients_at_peak, largest + flat)
+    state_bytes = ADAPTER_BYTES if plan.lora_rank else plan.numbers.bytes_per_state
     # A published peak of foreach AdamW is 0.02 % above five times the weights: the batch and small buffers (fms, C15).
-    foreach_copy = ByteRange(0.0, 0.0, 1.01 * elements(divided(plan, trained, 1)) * size)
+    foreach_copy = ByteRange(0.0, 0.0, 1.01 * elements(divided(plan, trained, 1)) * state_bytes)
     optimizer_step = [
         MemoryPart("gradients", ByteRange.exact(held_gradients), basis),
         MemoryPart("optimizer workspace", foreach_copy, "fused: none; foreach: a copy of the weights"),
@@ -200,7 +200,7 @@ def _training_parts(shape: ModelShape, plan: MemoryPlan, stage: Stage, measured:
 def _activation_parts(
     shape: ModelShape, plan: MemoryPlan, stage: Stage, held: list[ParameterTensor], measured: MeasuredStep | None
 ) -> tuple[float, list[MemoryPart]]:
-    """Return the gradients at the peak, and the parts of the activations."""
+    """Return the bytes of gradients at the peak without ZeRO, and the parts of the activations."""
     if not shape.has_known_layers:
         if measured is None:
             gradients = states.gradient_bytes(plan, states.trained_tensors(plan, held))
@@ -224,15 +224,15 @@ def _activation_parts(
     return peak.gradients, [MemoryPart("activations", size, basis), _logit_part(shape, plan, peak.logits, limits)]
 
 
-def _logit_part(shape: ModelShape, plan: MemoryPlan, at_peak: float, ratios: tuple[float, float]) -> MemoryPart:
+def _logit_part(shape: ModelShape, plan: MemoryPlan, at_peak: float, limits: tuple[float, float]) -> MemoryPart:
     """Return the bytes of the logits, or of the tiles of a fused loss, around the expected bytes at the peak."""
     if not plan.fused_loss:
         # Low: torch's cross-entropy of logits in 16 bits, 8 bytes in place of 12 (LitGPT).  High: the loop holds the
         # output of the model during the backward pass, and the copy in 32 bits, 18 bytes (prime-rl).
-        compute, is_torch = plan.numbers.compute, plan.implementation == "transformers"
-        low = ratios[0] * 2 / 3 if is_torch and compute < FULL else ratios[0]
+        compute, is_torch = plan.numbers.bytes_per_activation, plan.implementation == "transformers"
+        low = limits[0] * 2 / 3 if is_torch and compute < FULL else limits[0]
         bytes_per_logit = compute + (FULL if is_torch and compute < FULL else 0)
-        high = at_peak * ratios[1] + (plan.tokens * shape.vocab * bytes_per_logit / plan.tp if at_peak else 0.0)
+        high = at_peak * limits[1] + (plan.tokens * shape.vocab * bytes_per_logit / plan.tp if at_peak else 0.0)
         basis = "log-softmax and gradients in 32 bits; low: in 16 bits; high: the loop holds them, too"
         return MemoryPart("logits", ByteRange(at_peak * low, at_peak, high), basis)
     tiles = ByteRange(0.0, at_peak, at_peak + torch_tiles(TensorSizes(shape, plan)))
@@ -264,7 +264,7 @@ def _fixed_parts(plan: MemoryPlan, held: list[ParameterTensor], buffers: ByteRan
     """
     parts = [MemoryPart("communication buffers", buffers, _PUBLISHED)]
     if plan.base_bits:
-        size = plan.numbers.compute / plan.tp
+        size = plan.numbers.bytes_per_activation / plan.tp
         expected = 0.0 if plan.is_training else states.largest_matrix([tensor for tensor in held if tensor.name]) * size
         copies = ByteRange(0.0, expected, max(2 * states.largest_matrix(held) * size, expected))
         basis = "copies of matrices for their products; high: also of the head, in two types of 16 bits"
@@ -289,17 +289,17 @@ def _weight_part(
     tensors = divided(plan, held, 3)
     size = states.weight_bytes(plan, tensors, divided(plan, trained, 3))
     if not plan.base_bits:
-        return MemoryPart("weights", ByteRange.exact(size), f"{plan.numbers.weights} bytes for each parameter")
+        return MemoryPart("weights", ByteRange.exact(size), f"{plan.numbers.bytes_per_weight} bytes for each parameter")
     basis = f"{plan.base_bits} bits for each weight of a matrix, with its scales"
     saving = states.NF4_BYTES - states.NF4_DOUBLE_BYTES if plan.base_bits == 4 else 0.0
     saving *= states.quantized_elements(tensors)
     experts = [tensor for tensor in tensors if tensor.group == Group.EXPERT]
-    more = states.weight_bytes(replace(plan, base_bits=0), experts, []) - states.weight_bytes(plan, experts, [])
+    extra = states.weight_bytes(replace(plan, base_bits=0), experts, []) - states.weight_bytes(plan, experts, [])
     if measured:  # which matrices are quantized is then known
-        size, more = measured.weights / (plan.shards if plan.zero == 3 else 1), 0.0
-    elif more:
+        size, extra = measured.weights / (plan.shards if plan.zero == 3 else 1), 0.0
+    elif extra:
         basis += "; high: experts are not quantized (transformers 5)"
-    return MemoryPart("weights", ByteRange(max(size - saving, 0.0), size, size + more), basis)
+    return MemoryPart("weights", ByteRange(max(size - saving, 0.0), size, size + extra), basis)
 
 
 def nccl_buffers(plan: MemoryPlan) -> ByteRange:
@@ -309,10 +309,11 @@ def nccl_buffers(plan: MemoryPlan) -> ByteRange:
 
 
 def communication_buffers(plan: MemoryPlan, gradients: float, weights: float, layer_weights: float) -> ByteRange:
-    """Return the buffers of collectives.
+    """Return the buffers of collectives, from the bytes of gradients, of all weights, and of the weights of a layer.
 
     DDP copies gradients to buckets of their total size, unless gradients are views of the buckets.  FSDP and ZeRO-3
-    gather the weights of the layer in use and of the next one, and reduce the gradients of a layer.
+    gather the weights of the layer in use and of the next one, and reduce the gradients of a layer: three layers; high:
+    twice as many.  ZeRO-1 and 2 have `BUCKET_BYTES`; high: twice the gradients, in up to four buckets.
     """
     low, expected, high = nccl = nccl_buffers(plan)
     if not nccl.expected:
@@ -321,7 +322,7 @@ def communication_buffers(plan: MemoryPlan, gradients: float, weights: float, la
         if plan.zero == 0 and plan.implementation == "transformers":
             expected, high = expected + gradients, high + gradients
         elif plan.zero in (1, 2):
-            expected, high = expected + min(gradients, 1e9), high + min(2 * gradients, 4e9)
+            expected, high = expected + min(gradients, BUCKET_BYTES), high + min(2 * gradients, 4 * BUCKET_BYTES)
     if plan.zero == 3:
         low, expected, high = low + layer_weights, expected + 3 * layer_weights, high + min(weights, 6 * layer_weights)
     return ByteRange(low, expected, high)
@@ -334,21 +335,21 @@ def _kv_cache(shape: ModelShape, plan: MemoryPlan, stage: Stage) -> ByteRange:
     With latent attention, vLLM and SGLang keep the latent vector of a token; transformers keeps keys and values.
     """
     share, tokens = stage.layers / shape.layers, plan.tokens
-    windowed = plan.micro_batch * min(shape.sliding_window or plan.seq_length, plan.seq_length)
-    size = plan.numbers.compute
+    window_tokens = plan.micro_batch * min(shape.sliding_window or plan.seq_length, plan.seq_length)
+    element_bytes = plan.numbers.bytes_per_activation
     if shape.latent:
-        whole = shape.layers * tokens * (shape.q_size + shape.value_size) / plan.tp * size * share
-        latent = shape.layers * tokens * (shape.latent.kv_rank + shape.latent.rope_head_dim) * size * share
+        whole = shape.layers * tokens * (shape.q_size + shape.value_size) / plan.tp * element_bytes * share
+        latent = shape.layers * tokens * (shape.latent.kv_rank + shape.latent.rope_head_dim) * element_bytes * share
         return ByteRange(latent, latent, max(whole, latent))
-    token_bytes = 2 * max(shape.kv_heads / plan.tp, 1) * shape.head_dim * size * share
-    full = shape.layers - shape.sliding_layers
-    least = (full * tokens + shape.sliding_layers * min(windowed, tokens)) * token_bytes
+    token_bytes = 2 * max(shape.kv_heads / plan.tp, 1) * shape.head_dim * element_bytes * share
+    full_layers = shape.layers - shape.sliding_layers
+    least = (full_layers * tokens + shape.sliding_layers * min(window_tokens, tokens)) * token_bytes
     return ByteRange(least, least, shape.layers * tokens * token_bytes)
 
 
 def _working_tensors(shape: ModelShape, plan: MemoryPlan, stage: Stage) -> ByteRange:
     """Return the tensors of the widest layer during the prefill of all sequences, and the logits."""
-    tokens, size, width = float(plan.tokens), plan.numbers.compute, float(shape.intermediate)
+    tokens, size, width = float(plan.tokens), plan.numbers.bytes_per_activation, float(shape.intermediate)
     if shape.experts:
         width = max(width if shape.dense_layers else 0, shape.experts.intermediate * shape.experts.active)
     layer: float = tokens * (2 * shape.hidden + max(3 * width, 2 * shape.q_size + shape.value_size) / plan.tp) * size

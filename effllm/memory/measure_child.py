@@ -39,7 +39,7 @@ def measured_step(document: Mapping[str, Any]) -> dict[str, Any]:
         model = build_model(
             fields,
             attn_implementation="eager" if plan.attention == "eager" else None,
-            dtype=torch.float32 if plan.numbers.weights == 4 else _16_bit_type(plan),
+            dtype=torch.float32 if plan.numbers.bytes_per_weight == 4 else _16_bit_type(plan),
         )
         kinds = {type(module).__name__.lower() for module in model.modules()}
         has_other_kernels = any(word in kind for kind in kinds for word in _RECURRENT)
@@ -136,7 +136,7 @@ def _is_adapted(name: str, module: Any, model: Any, plan: MemoryPlan) -> bool:
 
 def _make_fake(model: Any) -> None:
     """Replace the tensors on the meta device by fake ones; a tied weight stays one tensor."""
-    made: dict[int, Any] = {}
+    made: dict[int, Any] = {}  # by the id of a tensor on the meta device: this tensor, and the fake one
 
     def fake(tensor: Any) -> Any:
         if id(tensor) not in made:
@@ -146,18 +146,18 @@ def _make_fake(model: Any) -> None:
         return made[id(tensor)][1]
 
     for module in model.modules():
-        for held in (module._parameters, module._buffers, module.__dict__):
-            held.update({name: fake(value) for name, value in held.items() if isinstance(value, torch.Tensor)})
+        for tensors in (module._parameters, module._buffers, module.__dict__):
+            tensors.update({name: fake(value) for name, value in tensors.items() if isinstance(value, torch.Tensor)})
 
 
 def _measure_step(model: Any, plan: MemoryPlan) -> MeasuredStep:
+    """Train for one step after the first, which makes the optimizer's states, and return its bytes."""
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    momentum = 0.9 if plan.optimizer == "sgd-momentum" else 0.0
-    optimizer: torch.optim.Optimizer = torch.optim.SGD(trained, momentum=momentum)
-    optimizer = torch.optim.AdamW(trained) if plan.optimizer == "adamw" else optimizer
+    sgd = torch.optim.SGD(trained, momentum=0.9 if plan.optimizer == "sgd-momentum" else 0.0)
+    optimizer: torch.optim.Optimizer = torch.optim.AdamW(trained) if plan.optimizer == "adamw" else sgd
     for parameter in trained:
         parameter.grad = torch.empty_like(parameter)
-    optimizer.step()
+    optimizer.step()  # makes the states
     optimizer.zero_grad()
     tokens = torch.ones(plan.micro_batch, plan.seq_length, dtype=torch.long)
     inputs = {"input_ids": tokens, "labels": tokens}
@@ -195,9 +195,9 @@ class Storages(TorchDispatchMode):  # type: ignore[misc]
 
     def __init__(self) -> None:
         super().__init__()
-        self.log: list[int] = []  # the number of a storage that appears, or less than zero: that disappears
-        self._sizes = [0]
-        self._numbers: dict[int, int] = {}
+        self.log: list[int] = []  # the number of each storage that appears, and -number when it disappears
+        self._sizes = [0]  # bytes by number; the first number is 1, because 0 has no sign
+        self._numbers: dict[int, int] = {}  # of the living storages, by address
 
     def __torch_dispatch__(self, func: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
@@ -222,14 +222,15 @@ class Storages(TorchDispatchMode):  # type: ignore[misc]
 
     def live_at_peak(self, end: int, without: set[int]) -> set[int]:
         """Return the storages that live when their sum is largest, in the log before a position."""
-        live = most = peak = 0
-        for at, number in enumerate(self.log[:end]):
+        live_bytes = peak_bytes = peak_end = 0
+        for index, number in enumerate(self.log[:end]):
             if abs(number) not in without:
-                live += self._sizes[number] if number > 0 else -self._sizes[-number]
-                most, peak = max((most, peak), (live, at + 1), key=lambda pair: pair[0])
+                live_bytes += self._sizes[number] if number > 0 else -self._sizes[-number]
+                if live_bytes > peak_bytes:
+                    peak_bytes, peak_end = live_bytes, index + 1
         numbers: set[int] = set()
-        for number in self.log[:peak]:
-            numbers ^= {abs(number)}
+        for number in self.log[:peak_end]:
+            numbers ^= {abs(number)}  # added when it appears, removed when it disappears
         return numbers - without
 
 
@@ -255,9 +256,9 @@ class _Product8bit(torch.autograd.Function):  # type: ignore[misc]
     @staticmethod
     def forward(ctx: Any, inputs: Any, module: Any) -> Any:
         ctx.module, ctx.inputs = module, inputs
-        whole = torch.empty_like(inputs.to(torch.float16), dtype=torch.int8)
+        quantized = torch.empty_like(inputs.to(torch.float16), dtype=torch.int8)
         _scales = inputs.new_empty(inputs.shape[:-1], dtype=torch.float32)
-        product = whole.new_empty(*inputs.shape[:-1], module.out_features, dtype=torch.int32)
+        product = quantized.new_empty(*inputs.shape[:-1], module.out_features, dtype=torch.int32)
         outputs = product.to(torch.float16).to(inputs.dtype)
         return outputs if module.bias is None else outputs.add_(module.bias)
 

@@ -22,13 +22,13 @@ Arguments = Mapping[str, str]
 _ASSIGNMENT = re.compile(r"^\s*(?:export\s+|local\s+)?([A-Za-z_]\w*)=(\([^)]*\)|\"[^\"]*\"|'[^']*'|[^\s;#]*)", re.M)
 _VARIABLE = re.compile(r"\$\{([A-Za-z_]\w*)(?:\[[@*]\])?(?::?-((?:[^{}]|\$\{[^{}]*\})*))?\}|\$([A-Za-z_]\w*)")
 _ARITHMETIC = re.compile(r"\$\(\(((?:[^()\n]|\([^()\n]*\))*)\)\)")
-_AS_ONE_WORD = str.maketrans(" \t()", "\ue000\ue001\ue002\ue003")  # of an arithmetic expression
+_AS_ONE_WORD = str.maketrans(" \t()", "\ue000\ue001\ue002\ue003")  # so that a formula is not split at blanks
 _AS_WRITTEN = str.maketrans("\ue000\ue001\ue002\ue003", " \t()")
 _FORMULA = re.compile("\\$\ue002\ue002(.*?)\ue003\ue003")
 _OPERATORS: dict[type[ast.operator], Callable[[int, int], int]] = {
     ast.Add: add, ast.Sub: sub, ast.Mult: mul, ast.Div: floordiv, ast.Mod: mod,
 }  # fmt: skip
-MAX_VALUE = 100_000  # letters
+MAX_VALUE_LETTERS = 100_000
 
 
 def read_script(text: str) -> dict[str, str]:
@@ -40,7 +40,7 @@ def notes_of_ambiguous_sizes(text: str) -> list[str]:
     """Return notes of sizes that have several values in a script, such as those of its branches."""
     sizes: dict[str, list[str]] = {}
     for name, value in _arguments(text):
-        if (name in _argument_names("plan").values() or name in ("num-layers", "hidden-size", "num-experts")) and value:
+        if (name in _argument_table("plan").values() or name in ("num-layers", "hidden-size", "num-experts")) and value:
             sizes.setdefault(name, []).append(value)
     several = {name: values for name, values in sizes.items() if len(set(values)) > 1}
     note = "--{} is {} in the script, whose branches are not followed: {} is taken"
@@ -55,7 +55,7 @@ def _with_variables_replaced(text: str) -> str:
     values: dict[str, str] = {}
     for name, value in _ASSIGNMENT.findall(text):
         # As in a shell, a value has the variables that were assigned before.
-        values[name] = _with_values(value.strip("()\"'"), values)[:MAX_VALUE]
+        values[name] = _with_values(value.strip("()\"'"), values)[:MAX_VALUE_LETTERS]
     return _with_values(text, values)
 
 
@@ -94,27 +94,29 @@ def _arguments(script: str) -> Iterator[tuple[str, str]]:
         words = shlex.split(text, comments=True)
     except ValueError:
         words = text.split()
-    for at, word in enumerate(words):
+    for index, word in enumerate(words):
         if not word.startswith("--"):
             continue
         name, equals, value = word[2:].partition("=")
-        following = words[at + 1] if at + 1 < len(words) and not re.match(r"-(?!\d)", words[at + 1]) else ""
+        next_word = words[index + 1] if index + 1 < len(words) else ""
+        following = "" if re.match(r"-(?!\d)", next_word) else next_word  # an option, no negative number
         yield name.replace("_", "-"), (value if equals else following).translate(_AS_WRITTEN)
 
 
 def read_shape(arguments: Arguments, name: str) -> ModelShape:
-    if other := [f"--{name}" for name in _argument_names("not_gpt")["names"] if name in arguments]:
+    """Return the shape of Megatron's GPT model with these arguments; others have Megatron's defaults."""
+    if other := [f"--{name}" for name in _argument_table("not_gpt")["names"] if name in arguments]:
         raise WrongModel(f"{other[0]}: only the GPT model of Megatron is known; give a config.json of the model")
     layers, hidden = _number(arguments, "num-layers"), _number(arguments, "hidden-size")
     heads = _number(arguments, "num-attention-heads")
-    gated = _has(arguments, "swiglu", "quick-geglu")
-    width = _number(arguments, "ffn-hidden-size", 4 * hidden if not gated else (4 * hidden * 2 // 3) // 64 * 64)
+    is_gated = _has(arguments, "swiglu", "quick-geglu")
+    width = _number(arguments, "ffn-hidden-size", 4 * hidden if not is_gated else (4 * hidden * 2 // 3) // 64 * 64)
     bias = "disable-bias-linear" not in arguments
-    groups = _number(arguments, "num-query-groups", 1) if "group-query-attention" in arguments else heads
+    kv_heads = _number(arguments, "num-query-groups", 1) if "group-query-attention" in arguments else heads
     if "kv-channels" not in arguments and hidden % heads:
         raise WrongModel(f"--hidden-size {hidden} is not a multiple of --num-attention-heads {heads}")
     head_dim = _number(arguments, "kv-channels", hidden // heads)
-    rms = arguments.get("normalization") == "RMSNorm"
+    is_rms_norm = arguments.get("normalization") == "RMSNorm"
     is_learned = arguments.get("position-embedding-type", "learned_absolute") == "learned_absolute"
     is_learned &= not _has(arguments, "use-rotary-position-embeddings", "enable-gpt-oss", "no-position-embedding")
     positions = _number(arguments, "max-position-embeddings", _number(arguments, "seq-length", 0)) if is_learned else 0
@@ -124,23 +126,23 @@ def read_shape(arguments: Arguments, name: str) -> ModelShape:
         layers=layers,
         hidden=hidden,
         heads=heads,
-        kv_heads=groups,
+        kv_heads=kv_heads,
         head_dim=head_dim,
         intermediate=width,
         vocab=_vocabulary(arguments),
         tied="untie-embeddings-and-output-weights" not in arguments,
-        gated_mlp=gated,
+        gated_mlp=is_gated,
         qkv_bias=bias or "add-qkv-bias" in arguments,
         out_bias=bias,
         mlp_bias=bias,
         positions=positions,
-        norm_bias=not rms,
-        layer_norm=not rms,
-        qk_norm_per_layer=2 * head_dim * (1 if rms else 2) if "qk-layernorm" in arguments else 0,
+        norm_bias=not is_rms_norm,
+        layer_norm=not is_rms_norm,
+        qk_norm_per_layer=2 * head_dim * (1 if is_rms_norm else 2) if "qk-layernorm" in arguments else 0,
         other_per_layer=heads if arguments.get("softmax-type") == "learnable" else 0,  # a sink for each head
         experts=_experts(arguments, layers, width),
         latent=LatentAttention(**_numbers(arguments, "latent")) if "multi-latent-attention" in arguments else None,
-        activation="squared_relu" if "squared-relu" in arguments else "silu" if gated else "gelu",
+        activation="squared_relu" if "squared-relu" in arguments else "silu" if is_gated else "gelu",
         fused_qkv=True,
         fused_gate=True,
     )
@@ -151,22 +153,22 @@ def read_settings(arguments: Arguments) -> tuple[dict[str, Any], list[str]]:
     other_layers = "--spec names layers of another module: the estimate has those of Megatron's GPT model"
     notes = [other_layers] if "spec" in arguments else []
     settings: dict[str, Any] = {}
-    for key, name in _argument_names("plan").items():
+    for key, name in _argument_table("plan").items():
         if (value := arguments.get(name, "")).startswith("$"):
             notes.append(f"--{name} is {value}, which has no value in the script: it is taken as not given")
         elif value:
             settings[key] = _number(arguments, name)
     settings["implementation"] = "megatron"
     is_32_bit = "bf16" in arguments or "accumulate-allreduce-grads-in-fp32" in arguments  # gradients in 32 bits
-    short = "bf16-zero" if "grad-reduce-in-bf16" in arguments else "bf16-master" if is_32_bit else "fp16-master"
-    settings["precision"] = short if _has(arguments, "bf16", "fp16") else "fp32"
+    precision = "bf16-zero" if "grad-reduce-in-bf16" in arguments else "bf16-master" if is_32_bit else "fp16-master"
+    settings["precision"] = precision if _has(arguments, "bf16", "fp16") else "fp32"
     optimizer = arguments.get("optimizer") or "adam"
-    settings["optimizer"] = _argument_names("optimizers").get(optimizer, "adamw")
-    if optimizer not in _argument_names("optimizers"):
+    settings["optimizer"] = _argument_table("optimizers").get(optimizer, "adamw")
+    if optimizer not in _argument_table("optimizers"):
         notes.append(f"--optimizer {optimizer} is estimated as AdamW")
     settings["zero"] = 1 if "use-distributed-optimizer" in arguments else 0
     if _has(arguments, "use-megatron-fsdp", "use-custom-fsdp"):
-        settings["zero"] = _argument_names("sharding").get(arguments.get("data-parallel-sharding-strategy", ""), 0)
+        settings["zero"] = _argument_table("sharding").get(arguments.get("data-parallel-sharding-strategy", ""), 0)
     elif "use-torch-fsdp2" in arguments:
         settings["zero"] = 3
     if settings.get("tp", 1) == 1:  # that of experts is 1, too, so the argument counts as read
@@ -187,7 +189,7 @@ def _vocabulary(arguments: Arguments) -> int:
         return _number(arguments, "padded-vocab-size")
     kind = arguments.get("tokenizer-type") or ("GPT2BPETokenizer" if "merge-file" in arguments else "")
     row = find_model(arguments.get("tokenizer-model", ""))
-    vocab = row.shape.vocab if row else _argument_names("vocabularies").get(kind)
+    vocab = row.shape.vocab if row else _argument_table("vocabularies").get(kind)
     if not arguments.get("vocab-size") and vocab is None:
         raise WrongModel(
             "the arguments have no --vocab-size: Megatron reads it from the tokenizer; give --vocab-size N"
@@ -221,7 +223,7 @@ def _experts(arguments: Arguments, layers: int, width: int) -> Experts | None:
     )
 
 
-def _argument_names(kind: str) -> dict[str, Any]:
+def _argument_table(kind: str) -> dict[str, Any]:
     return dict(training_systems()["arguments"][kind])
 
 
@@ -230,7 +232,7 @@ def _has(arguments: Arguments, *names: str) -> bool:
 
 
 def _numbers(arguments: Arguments, kind: str) -> dict[str, Any]:
-    return {key: _number(arguments, *stated) for key, stated in _argument_names(kind).items()}
+    return {key: _number(arguments, *name_and_default) for key, name_and_default in _argument_table(kind).items()}
 
 
 def _number(arguments: Arguments, name: str, default: int | None = None) -> int:

@@ -15,7 +15,7 @@ from dataclasses import replace
 from typing import Any
 
 from effllm.config.isolated import NoAnswer, answer, ask
-from effllm.memory.config_json import ONLY_TEXT, architecture_of, configs, names_of
+from effllm.memory.config_json import ONLY_TEXT, architecture_of, configs, field_names
 from effllm.memory.plan import MAX_LAYERS, Experts, Group, ModelShape, ParameterTensor, WrongModel
 from effllm.memory.states import count_parameters
 
@@ -32,12 +32,12 @@ def count_model(fields: Mapping[str, Any], name: str) -> ModelShape:
     if not (named := architecture_of(fields)):
         raise NoAnswer("the config has no architectures, which name the class of the model")
     stated = {key: value for config in configs(fields) for key, value in config.items()}
-    for key in names_of("layers"):
+    for key in field_names("layers"):
         if isinstance(stated.get(key), (int, float)) and stated[key] > MAX_LAYERS:
             raise WrongModel(f"{key} is {stated[key]}: a number from 1 to {MAX_LAYERS:,} is possible")
     reply = ask("effllm.memory.model_count", "build", fields, DEADLINE_S)
-    mtp = [key for key in names_of("not_built") if stated.get(key)]
-    left_out = [f"{key} is {stated[key]}: transformers builds no such layers" for key in mtp]
+    not_built = [key for key in field_names("not_built") if stated.get(key)]
+    left_out = [f"{key} is {stated[key]}: transformers builds no such layers" for key in not_built]
     attributes = _UNKNOWN | {
         **reply["sizes"],
         "tensors": tuple(ParameterTensor(*row) for row in reply["tensors"]),
@@ -62,14 +62,14 @@ def stated_model(name: str, architecture: str, parameters: int, active: int | No
 
 
 def with_counted(model: ModelShape, counted: ModelShape) -> ModelShape:
-    """Return the shape of a known architecture; with another number of parameters, the counted tensors are used."""
+    """Return the shape of a known architecture; if the count of parameters differs, it has the counted tensors."""
     totals = [count_parameters(shape).total for shape in (model, counted)]
     if totals[0] == totals[1]:
         return replace(model, notes=(*model.notes, *counted.notes))
     notes = [note for note in model.notes if not note.startswith(ONLY_TEXT)]
-    more = f"the formulas of {model.architecture} give {totals[0]:,}"
+    other_total = f"the formulas of {model.architecture} give {totals[0]:,}"
     tied = all(tensor.group != Group.HEAD for tensor in counted.tensors)
-    return replace(model, tensors=counted.tensors, tied=tied, notes=(*notes, *counted.notes, more))
+    return replace(model, tensors=counted.tensors, tied=tied, notes=(*notes, *counted.notes, other_total))
 
 
 # --- in the process of its own ---
@@ -85,9 +85,9 @@ def build_model(fields: Mapping[str, Any], **settings: Any) -> Any:
     import transformers
 
     name = architecture_of(fields)
-    kind, known, model_class = fields.get("model_type"), transformers.CONFIG_MAPPING, getattr(transformers, name, None)
-    if not name and kind in known:
-        model_class = transformers.MODEL_FOR_CAUSAL_LM_MAPPING.get(known[kind], None)
+    kind, types, model_class = fields.get("model_type"), transformers.CONFIG_MAPPING, getattr(transformers, name, None)
+    if not name and kind in types:
+        model_class = transformers.MODEL_FOR_CAUSAL_LM_MAPPING.get(types[kind], None)
     if not (isinstance(model_class, type) and issubclass(model_class, transformers.PreTrainedModel)):
         raise NoAnswer(f"transformers {transformers.__version__} has no model {name or f'of the model_type {kind}'}")
     # transformers 5 writes an infinity as {"__float__": "Infinity"}.
@@ -110,7 +110,7 @@ def count(fields: Mapping[str, Any]) -> dict[str, Any]:
     sizes = {"layers": "num_hidden_layers", "hidden": "hidden_size", "heads": "num_attention_heads"}
     tensors = Counter(tensors_of(model))
     rows = [[kind.group, kind.name, kind.rows, kind.columns, kind.count * times] for kind, times in tensors.items()]
-    experts = {"total": stated(*names_of("experts")), "active": stated(*names_of("active_experts"))}
+    experts = {"total": stated(*field_names("experts")), "active": stated(*field_names("active_experts"))}
     has_experts = any(kind.group == Group.EXPERT for kind in tensors) and 1 <= experts["active"] <= experts["total"]
     return {
         "version": transformers.__version__,
@@ -121,13 +121,13 @@ def count(fields: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def tensors_of(model: Any) -> Iterator[ParameterTensor]:
-    """Yield the tensors of a model by kind; a tensor that several modules share is one."""
+    """Yield the tensors of a model; a tensor that several modules share occurs once."""
     head = model.get_output_embeddings()
-    seen: set[int] = set()
+    yielded_ids: set[int] = set()
     for path, module in model.named_modules():
         for leaf, parameter in module.named_parameters(recurse=False):
-            if id(parameter) not in seen:
-                seen.add(id(parameter))
+            if id(parameter) not in yielded_ids:
+                yielded_ids.add(id(parameter))
                 group = Group.HEAD if module is head else _group_of(path, type(module).__name__)
                 yield _tensor_of(group, path, leaf, tuple(parameter.shape))
 

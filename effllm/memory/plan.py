@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 MAX_SIZE = 10**8  # of a single dimension; the largest vocabularies have below 10^6 entries
 MAX_LAYERS = 10_000
@@ -39,8 +40,7 @@ class ParameterTensor:
         return self.elements * self.count
 
 
-@dataclass(frozen=True)
-class LatentAttention:
+class LatentAttention(NamedTuple):
     """Multi-head latent attention (MLA) of DeepSeek-V2, arXiv 2405.04434: keys and values of a low rank."""
 
     kv_rank: int
@@ -50,8 +50,7 @@ class LatentAttention:
     q_rank: int = 0  # 0: queries have the full rank
 
 
-@dataclass(frozen=True)
-class Experts:
+class Experts(NamedTuple):
     """The mixture of experts of a layer, and the layers that have one."""
 
     total: int
@@ -77,20 +76,20 @@ class ModelShape:
     head_dim: int
     intermediate: int
     vocab: int
-    tied: bool
+    tied: bool  # the matrix of the head is that of the embedding
     gated_mlp: bool = True
     qkv_bias: bool = False
     out_bias: bool = False
     mlp_bias: bool = False
     head_bias: bool = False
-    positions: int = 0  # rows of a learned embedding of positions
+    positions: int = 0  # rows of a learned embedding of positions; 0: no such embedding
     norms_per_layer: int = 2
     final_norm: bool = True
     norm_weight: bool = True
     norm_bias: bool = False
     layer_norm: bool = False  # LayerNorm; otherwise RMSNorm
     qk_norm_per_layer: int = 0  # parameters of the norms of queries and keys
-    other_per_layer: int = 0
+    other_per_layer: int = 0  # further parameters, such as attention sinks
     experts: Experts | None = None
     latent: LatentAttention | None = None
     sliding_window: int = 0  # 0: full attention
@@ -143,15 +142,14 @@ class ImpossiblePlan(ValueError):
     """A plan that is not possible, with the reason."""
 
 
-@dataclass(frozen=True)
-class Precision:
-    """Bytes of an element of the parts that a precision determines."""
+class Precision(NamedTuple):
+    """Bytes of one element of each part whose size a precision determines."""
 
-    weights: int
-    gradients: int
-    states: int  # of an optimizer state
-    compute: int  # of an activation
-    master: int = 0  # of the optimizer's own copy of the weights
+    bytes_per_weight: int
+    bytes_per_gradient: int
+    bytes_per_state: int  # of the optimizer
+    bytes_per_activation: int  # also of the inputs and copies of weights of matrix products
+    bytes_per_master: int = 0  # of the optimizer's own copy of the weights
     autocast: bool = False  # torch.autocast casts the weights of each matrix product
 
 
@@ -161,10 +159,10 @@ PRECISIONS = {
     "fp16": Precision(2, 2, 2, 2),
     "bf16-mixed": Precision(4, 4, 4, 2, autocast=True),
     "fp16-mixed": Precision(4, 4, 4, 2, autocast=True),
-    "bf16-master": Precision(2, 4, 4, 2, master=4),  # Megatron
+    "bf16-master": Precision(2, 4, 4, 2, bytes_per_master=4),  # Megatron
     # Megatron: 20 bytes, 18 and a copy of the gradients in 32 bits (its table of its distributed optimizer)
-    "fp16-master": Precision(2, 2, 4, 2, master=8),
-    "bf16-zero": Precision(2, 2, 4, 2, master=4),  # DeepSpeed
+    "fp16-master": Precision(2, 2, 4, 2, bytes_per_master=8),
+    "bf16-zero": Precision(2, 2, 4, 2, bytes_per_master=4),  # DeepSpeed
 }
 
 #: Number of states of the size of the weights: of Muon those of matrices; Adafactor has sums of rows and columns.

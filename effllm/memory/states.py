@@ -6,7 +6,7 @@ ZeRO (arXiv 1910.02054, section 5) divides the states from stage 1 on, the gradi
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import NamedTuple
 
 from effllm.memory.plan import LORA_TARGETS, OPTIMIZERS, Experts, Group, MemoryPlan, ModelShape, ParameterTensor
@@ -102,8 +102,7 @@ def count_parameters(shape: ModelShape) -> ParameterCounts:
     return ParameterCounts(total, total - idle)
 
 
-@dataclass(frozen=True)
-class Stage:
+class Stage(NamedTuple):
     """The first or the last stage of a pipeline."""
 
     is_first: bool
@@ -112,25 +111,25 @@ class Stage:
 
 
 def stages(shape: ModelShape, plan: MemoryPlan) -> list[Stage]:
-    layers, is_only = -(-shape.layers // plan.pp), plan.pp == 1
-    return [Stage(True, is_only, layers), Stage(False, True, layers)][: 1 if is_only else 2]
+    layers = -(-shape.layers // plan.pp)  # rounded up
+    return [Stage(True, True, layers)] if plan.pp == 1 else [Stage(True, False, layers), Stage(False, True, layers)]
 
 
 def rank_tensors(shape: ModelShape, plan: MemoryPlan, stage: Stage) -> list[ParameterTensor]:
-    """Return the tensors of a rank of a stage, and how many of each it holds, before ZeRO divides them."""
+    """Return the tensors of a rank of a stage; their counts are what it holds before ZeRO divides them."""
     tensors = []
     for tensor in parameter_tensors(shape):
-        held = tensor.count * (stage.layers / shape.layers)
+        count = tensor.count * (stage.layers / shape.layers)
         if tensor.group == Group.EMBEDDING:
-            held = tensor.count if stage.is_first or (stage.is_last and shape.tied) else 0
+            count = tensor.count if stage.is_first or (stage.is_last and shape.tied) else 0
         elif tensor.group == Group.HEAD:
-            held = tensor.count if stage.is_last else 0
+            count = tensor.count if stage.is_last else 0
         elif tensor.group == Group.EXPERT:
-            held /= plan.ep
+            count /= plan.ep
         if tensor.group not in (Group.NORM, Group.ROUTER) and tensor.columns:
-            held /= plan.tp
-        if held:
-            tensors.append(replace(tensor, count=held))
+            count /= plan.tp
+        if count:
+            tensors.append(replace(tensor, count=count))
     return tensors
 
 
@@ -151,7 +150,7 @@ def trained_tensors(plan: MemoryPlan, held: list[ParameterTensor]) -> list[Param
 
 
 def divided(plan: MemoryPlan, tensors: list[ParameterTensor], from_stage: int) -> list[ParameterTensor]:
-    """Return the part of tensors that a rank holds if ZeRO divides them from a stage on; experts not between EP."""
+    """Return tensors with the counts of a rank if ZeRO divides them from a stage on; EP has divided experts before."""
     if plan.zero < from_stage or plan.shards == 1:
         return tensors
     shards = {Group.EXPERT: max(plan.shards / plan.ep, 1)}
@@ -164,12 +163,13 @@ def elements(tensors: Iterable[ParameterTensor]) -> float:
 
 def weight_bytes(plan: MemoryPlan, held: list[ParameterTensor], trained: list[ParameterTensor]) -> float:
     """Return the bytes of the weights of a rank, adapters included, before ZeRO."""
-    size, base = plan.numbers.weights, elements(held) * plan.numbers.weights
+    base_bytes = elements(held) * plan.numbers.bytes_per_weight
     if plan.base_bits:  # the biases of quantized matrices have the precision of the products
-        quantized, biases = quantized_elements(held), elements([one for one in held if one.name == "bias"])
-        other = (elements(held) - quantized - biases) * size + biases * plan.numbers.compute
-        base = quantized * (NF4_BYTES if plan.base_bits == 4 else INT8_BYTES) + other
-    return base + (elements(trained) * ADAPTER_BYTES if plan.lora_rank else 0.0)
+        quantized, biases = quantized_elements(held), elements([tensor for tensor in held if tensor.name == "bias"])
+        base_bytes = (elements(held) - quantized - biases) * plan.numbers.bytes_per_weight
+        base_bytes += biases * plan.numbers.bytes_per_activation
+        base_bytes += quantized * (NF4_BYTES if plan.base_bits == 4 else INT8_BYTES)
+    return base_bytes + (elements(trained) * ADAPTER_BYTES if plan.lora_rank else 0.0)
 
 
 def quantized_elements(held: list[ParameterTensor]) -> float:
@@ -183,13 +183,13 @@ def largest_matrix(held: list[ParameterTensor]) -> int:
 
 
 def gradient_bytes(plan: MemoryPlan, trained: list[ParameterTensor]) -> float:
-    return elements(trained) * (ADAPTER_BYTES if plan.lora_rank else plan.numbers.gradients)
+    return elements(trained) * (ADAPTER_BYTES if plan.lora_rank else plan.numbers.bytes_per_gradient)
 
 
 def state_bytes(plan: MemoryPlan, trained: list[ParameterTensor]) -> float:
     """Return the bytes of optimizer states without step counters, and of the optimizer's copy of the weights."""
-    size = ADAPTER_BYTES if plan.lora_rank else plan.numbers.states
-    master = 0 if plan.lora_rank else plan.numbers.master
+    size = ADAPTER_BYTES if plan.lora_rank else plan.numbers.bytes_per_state
+    master = 0 if plan.lora_rank else plan.numbers.bytes_per_master
     return sum(each.count * (_state_bytes_of(plan.optimizer, each, size) + master * each.elements) for each in trained)
 
 
@@ -205,4 +205,4 @@ def _state_bytes_of(optimizer: str, tensor: ParameterTensor, element_bytes: int)
         is_small = tensor.elements < SMALLEST_8BIT
         return 2 * (4 * tensor.elements if is_small else tensor.elements + -(-tensor.elements // STATE_BLOCK) * 4)
     is_matrix = tensor.columns and tensor.group not in (Group.EMBEDDING, Group.HEAD, Group.EXPERT)
-    return (OPTIMIZERS[optimizer] if optimizer != "muon" or is_matrix else 2) * tensor.elements * element_bytes
+    return OPTIMIZERS["adamw" if optimizer == "muon" and not is_matrix else optimizer] * tensor.elements * element_bytes

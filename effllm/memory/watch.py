@@ -68,9 +68,8 @@ class MemoryBlocks:
 
     def __init__(self) -> None:
         self._complete: list[tuple[float, float]] = []  # mean iteration number and minimum of each complete block
-        self._block_size = 1
-        self._open: list[tuple[float, float]] = []
-        self.num_measurements = 0
+        self._block_size, self.num_measurements = 1, 0
+        self._open: list[tuple[float, float]] = []  # iteration and bytes of each measurement in the incomplete block
 
     def add(self, iteration: float | None, used_bytes: float) -> None:
         self.num_measurements += 1
@@ -80,12 +79,12 @@ class MemoryBlocks:
         self._complete.append(_block_of(self._open))
         self._open = []
         if len(self._complete) == MAX_BLOCKS:
-            self._complete = [_block_of(self._complete[at : at + 2]) for at in range(0, MAX_BLOCKS, 2)]
+            self._complete = [_block_of(self._complete[i : i + 2]) for i in range(0, MAX_BLOCKS, 2)]
             self._block_size *= 2
 
     def trend(self) -> MemoryTrend | None:
         """Return the trend of the blocks after the warm-up, in which caches fill; ``None`` for too few blocks."""
-        points = self._judged()
+        points = self._judged_blocks()
         if len(points) < MIN_BLOCKS or not (slopes := _sorted_slopes(points)):
             return None
         # Theil-Sen's slope; its interval is Sen's (Journal of the American Statistical Association 63, 1968).
@@ -98,7 +97,7 @@ class MemoryBlocks:
 
     def early_and_late_growth(self) -> tuple[float, float]:
         """Return the growth in the two halves of the judged blocks, in bytes per 1,000 iterations; 0 if unknown."""
-        points = self._judged()
+        points = self._judged_blocks()
         middle = len(points) // 2
         slopes = [_sorted_slopes(part) for part in (points[: middle + 1], points[middle:])]
         early, late = (1000 * half[len(half) // 2] if half else 0.0 for half in slopes)
@@ -106,10 +105,10 @@ class MemoryBlocks:
 
     def newest_growth(self, iteration: float, used_bytes: float) -> float:
         """Return the growth from the second newest block: the newest one may have ended with this measurement."""
-        at, before = self._complete[-2]
-        return 1000 * (used_bytes - before) / (iteration - at)
+        earlier_iteration, earlier_bytes = self._complete[-2]
+        return 1000 * (used_bytes - earlier_bytes) / (iteration - earlier_iteration)
 
-    def _judged(self) -> list[tuple[float, float]]:
+    def _judged_blocks(self) -> list[tuple[float, float]]:
         return self._complete[math.ceil(len(self._complete) * WARM_UP) :]
 
 
@@ -118,7 +117,7 @@ def _sorted_slopes(points: list[tuple[float, float]]) -> list[float]:
 
 
 def _block_of(points: list[tuple[float, float]]) -> tuple[float, float]:
-    return sum(at for at, _ in points) / len(points), min(used for _, used in points)
+    return sum(iteration for iteration, _ in points) / len(points), min(used_bytes for _, used_bytes in points)
 
 
 def _is_steady(points: list[tuple[float, float]]) -> bool:
@@ -171,8 +170,7 @@ class LeakWatch:
 
     def __init__(self, what: str) -> None:
         self._what, self.blocks, self._is_reported = what, MemoryBlocks(), False
-        self._first = -1  # iteration of the first reading
-        self._last = 0
+        self._first, self._last = -1, 0  # iterations of the first and of the newest reading; -1: no reading
         self._confirmed_from = 0  # iteration from which a second judgement is a confirmation; 0: no first judgement
 
     def add(self, iteration: int, used_bytes: float) -> None:
@@ -197,8 +195,8 @@ class LeakWatch:
             low, middle, high = (growth / 1000 for growth in (trend.low_bytes, trend.growth_bytes, trend.high_bytes))
             yield MemoryWarning(
                 LEAK,
-                f"the {self._what} grows steadily, by {_size(middle)} per iteration (95 %: {_size(low)} to "
-                f"{_size(high)}), judged over {trend.iterations:,.0f} iterations until iteration {self._last:,}"
+                f"the {self._what} grows steadily, by {_text(middle)} per iteration (95 %: {_text(low)} to "
+                f"{_text(high)}), judged over {trend.iterations:,.0f} iterations until iteration {self._last:,}"
                 + _until_full_text((high, middle, low), available()),
             )
 
@@ -213,7 +211,7 @@ class DeviceWatch:
         self._peak_bytes: dict[str, float] = {}  # largest known peak by part of the loop
         self._steps: deque[tuple[float, float]] = deque(maxlen=MAX_STEPS)  # positions and temporary bytes
         self._longest = 0.0  # positions of the longest micro-batch so far
-        self._reported: set[str] = set()  # causes of the reported forecasts
+        self._reported: set[str] = set()  # causes of the reported forecasts: growth, length
 
     def add_reading(self, reading: MemoryReading, *, is_window_end: bool) -> Iterator[MemoryWarning]:
         """Add a reading; yield an event after an out-of-memory error."""
@@ -243,17 +241,17 @@ class DeviceWatch:
         if late < MIN_LATER * early or newest < MIN_NEWEST * trend.growth_bytes:
             return None
         # The part of the loop with the largest temporary bytes.
-        sizes = {STEPS: 0.0, **self._temporary_bytes}
-        sizes.pop(STARTUP, None)
-        place, temporary = max(sizes.items(), key=lambda pair: pair[1])
+        temporary_bytes = {STEPS: 0.0, **self._temporary_bytes}
+        temporary_bytes.pop(STARTUP, None)
+        place, temporary = max(temporary_bytes.items(), key=lambda pair: pair[1])
         # The growth may go on to change as it has changed between the two halves.
         low, high = min(trend.low_bytes, early, late), max(trend.high_bytes, early, late)
         low = max(low, 0.0) * min(late / early, 1.0) if early > 0 else low
         if low <= 0:
             return None
-        room = capacity - last.allocated - temporary
+        free_bytes = capacity - last.allocated - temporary
         # Free parts of used segments may be too small for an allocation, or may be just right.
-        least, most = max(room - last.fragmented, 0.0), max(room, 0.0)
+        least, most = max(free_bytes - last.fragmented, 0.0), max(free_bytes, 0.0)
         middle, given = trend.growth_bytes / 1000, (trend.low_bytes / 1000, trend.high_bytes / 1000)
         soonest, latest = 1000 * least / high / WIDENED, 1000 * most / low * WIDENED
         return MemoryForecast((least + most) / 2 / middle, soonest, latest, middle, *given, place, trend.iterations)
@@ -291,10 +289,10 @@ class DeviceWatch:
         if forecast is not None and self.is_near(forecast):
             self._reported.add("growth")
             yield MemoryWarning(FORECAST, self._forecast_text(forecast, capacity))
-        step = "" if "length" in self._reported else self._max_batch_text(max_positions, capacity)
-        if step:
+        batch_text = "" if "length" in self._reported else self._max_batch_text(max_positions, capacity)
+        if batch_text:
             self._reported.add("length")
-            yield MemoryWarning(FORECAST, step)
+            yield MemoryWarning(FORECAST, batch_text)
 
     def _forecast_text(self, rise: MemoryForecast, capacity: float) -> str:
         at = "in a step" if rise.place == STEPS else f"at a{'n' if rise.place[:1] in 'aeiou' else ''} {rise.place}"
@@ -302,8 +300,8 @@ class DeviceWatch:
         assert last is not None
         return (
             f"GPU memory runs out in about {rise.iterations:,.0f} iterations (95 %: {rise.low:,.0f} to "
-            f"{rise.high:,.0f}), {at}: the allocated memory grows by {_size(rise.bytes_per_iteration)} per iteration "
-            f"({_size(rise.low_bytes)} to {_size(rise.high_bytes)}), judged over {rise.judged:,.0f} iterations; "
+            f"{rise.high:,.0f}), {at}: the allocated memory grows by {_text(rise.bytes_per_iteration)} per iteration "
+            f"({_text(rise.low_bytes)} to {_text(rise.high_bytes)}), judged over {rise.judged:,.0f} iterations; "
             f"iteration {last.iteration:,} ended with {last.allocated / _GB:.2f} GB of at most {capacity / _GB:.2f} GB"
         )
 
@@ -330,5 +328,5 @@ def _until_full_text(growths: tuple[float, ...], available: float | None) -> str
     )
 
 
-def _size(size: float) -> str:
+def _text(size: float) -> str:
     return f"{size / 1e6:.3g} MB" if abs(size) >= 1e5 else f"{size / 1e3:.3g} kB"

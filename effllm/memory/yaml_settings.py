@@ -32,7 +32,7 @@ class StatedFields(Mapping[str, Any]):
         self._fields: dict[str, Any] = {
             str(key): StatedFields(value) if isinstance(value, Mapping) else value for key, value in fields.items()
         }
-        self._read: set[str] = set()
+        self._read: set[str] = set()  # keys that were read
 
     def __getitem__(self, key: str) -> Any:
         value = self._fields[key]
@@ -46,7 +46,7 @@ class StatedFields(Mapping[str, Any]):
         return len(self._fields)
 
     def unread(self, system: str, path: str = "") -> Iterator[str]:
-        """Yield the unread keys that are on, or off by exception, and may change the memory; a mapping is one key."""
+        """Yield the unread keys that are on, or off against their default, and may change the memory, as paths."""
         for key, value in self._fields.items():
             named = f"{path}{key}"
             if isinstance(value, StatedFields):
@@ -56,7 +56,7 @@ class StatedFields(Mapping[str, Any]):
                 elif inside and not _is_without_effect(system, named, ""):
                     yield named
             elif key not in self._read:
-                is_unusual = _is_off(value) == (key in training_systems()["on_by_default"])
+                is_unusual = _is_off(value) == (key in training_systems()["on_by_default"])  # or off, but by default on
                 if is_unusual and not _is_without_effect(system, named, str(value)):
                     yield named
 
@@ -93,7 +93,7 @@ def _megatron_settings(fields: Fields, has_16_bits: bool) -> dict[str, Any]:
     sizes = training_systems()["names"]["megatron"]
     if not [key for key in (*(key for key, _ in sizes.values()), *_MEGATRON) if fields.get(key)]:
         return {}
-    settings: dict[str, Any] = {name: _whole(fields, *size) for name, size in sizes.items()}
+    settings: dict[str, Any] = {name: _whole_number(fields, *size) for name, size in sizes.items()}
     granularity = fields.get("recompute_granularity")
     return settings | {
         "implementation": "megatron",
@@ -125,7 +125,7 @@ def _llama_factory(fields: Fields) -> _Training:
         notes.append(f"stage {stage} is estimated as sft: other models and pairs of answers are left out")
     short = "fp16" if fields.get("fp16") else "bf16" if fields.get("bf16") or fields.get("pure_bf16") else ""
     is_autocast = not has_adapters and not fields.get("pure_bf16")
-    bits = _whole(fields, "quantization_bit", 0) if has_adapters else 0
+    bits = _whole_number(fields, "quantization_bit", 0) if has_adapters else 0
     is_checkpointed = not fields.get("disable_gradient_checkpointing")
     return _Training(has_adapters, short, is_autocast, is_checkpointed, bits, notes)
 
@@ -149,7 +149,7 @@ def _ms_swift(fields: Fields) -> _Training:
         notes.append("max_length is not stated, so it is that of the model; the estimate has 2048: give --seq-length N")
     short = {"float16": "fp16", "float32": ""}.get(str(fields.get("torch_dtype")), "bf16")
     is_checkpointed = fields.get("gradient_checkpointing") is not False
-    bits = _whole(fields, "quant_bits", 0, 0) if kind != "full" else 0
+    bits = _whole_number(fields, "quant_bits", 0, 0) if kind != "full" else 0
     return _Training(kind != "full", short, False, is_checkpointed, bits, notes)
 
 
@@ -161,8 +161,8 @@ def _read_training(system: str, fields: Fields, deepspeed: Fields | None) -> Set
     names, training = training_systems()["names"][system], _READERS[system](fields)
     notes, has_adapters, short = training.notes, training.has_adapters, training.short
     settings: dict[str, Any] = {name: _first_number(fields, keys) for name, keys in names["numbers"].items()}
-    flags = "flash" if fields.get("flash_attention") else "eager" if fields.get("eager_attention") else "sdpa"
-    attention = str(fields.get(names["attention"]) or flags).lower()
+    by_flags = "flash" if fields.get("flash_attention") else "eager" if fields.get("eager_attention") else "sdpa"
+    attention = str(fields.get(names["attention"]) or by_flags).lower()
     is_flash, is_eager = "flash" in attention or attention in ("fa2", "fa3"), attention in ("eager", "disabled")
     optimizer = str(fields.get(names["optimizer"]) or "adamw_torch")
     if optimizer not in training_systems()["optimizers"]:
@@ -185,7 +185,7 @@ def _read_training(system: str, fields: Fields, deepspeed: Fields | None) -> Set
 
 
 def _read_accelerate(fields: Fields, deepspeed: Fields | None) -> SettingsAndNotes:
-    values: dict[str, Any] = {"gpus": _whole(fields, "num_processes", 1)}
+    values: dict[str, Any] = {"gpus": _whole_number(fields, "num_processes", 1)}
     notes: list[str] = []
     if (mixed := fields.get("mixed_precision")) in ("bf16", "fp16", "no", False):  # YAML reads an unquoted no as false
         values["precision"] = f"{mixed}-mixed" if mixed in ("bf16", "fp16") else "fp32"
@@ -193,23 +193,23 @@ def _read_accelerate(fields: Fields, deepspeed: Fields | None) -> SettingsAndNot
         notes.append(f"mixed_precision {mixed} is not estimated")
     layout = _mapping(fields, "parallelism_config")
     for key, name in (("tp_size", "tp"), ("cp_size", "cp")):
-        if (size := _whole(layout, f"parallelism_config_{key}", 1)) > 1:
+        if (size := _whole_number(layout, f"parallelism_config_{key}", 1)) > 1:
             values[name] = size
-    if _whole(layout, "parallelism_config_dp_replicate_size", 1) > 1:
+    if _whole_number(layout, "parallelism_config_dp_replicate_size", 1) > 1:
         notes.append("parallelism_config_dp_replicate_size is estimated as sharding between all GPUs")
     kind = str(fields.get("distributed_type", "NO")).upper()
     if kind == "FSDP":
         values |= _zero_settings({"fsdp": True, "fsdp_config": _mapping(fields, "fsdp_config")}, None, notes)
     elif kind == "DEEPSPEED":
         config = _mapping(fields, "deepspeed_config")
-        stage = _whole(config, "zero_stage", 2, 0)
+        stage = _whole_number(config, "zero_stage", 2, 0)
         values |= {"zero": stage} if deepspeed is None else _zero_settings({}, deepspeed, notes)
-        values["accumulation"] = _whole(config, "gradient_accumulation_steps", 1)
+        values["accumulation"] = _whole_number(config, "gradient_accumulation_steps", 1)
         if mixed in ("bf16", "fp16"):
             values["precision"] = "bf16-zero"
     elif kind == "MEGATRON_LM":
         config = _mapping(fields, "megatron_lm_config")
-        values |= {name: _whole(config, f"megatron_lm_{name}_degree", 1) for name in ("tp", "pp")}
+        values |= {name: _whole_number(config, f"megatron_lm_{name}_degree", 1) for name in ("tp", "pp")}
         values |= {"implementation": "megatron", "zero": int(bool(config.get("megatron_lm_use_distributed_optimizer")))}
         values["sequence_parallel"] = values["tp"] > 1 and bool(config.get("megatron_lm_sequence_parallelism"))
         values |= {"checkpointing": "selective"} if config.get("megatron_lm_recompute_activations") else {}
@@ -224,7 +224,7 @@ def _zero_settings(fields: Fields, deepspeed: Fields | None, notes: list[str]) -
     config = _mapping(fields, "fsdp_config")
     if deepspeed is not None:
         zero = _mapping(deepspeed, "zero_optimization")
-        stage = _whole(zero, "stage", 0, 0)
+        stage = _whole_number(zero, "stage", 0, 0)
         if stage == 3:  # which overlaps by default, so the key counts as read
             zero.get("overlap_comm")
         return {"zero": stage}
@@ -235,7 +235,7 @@ def _zero_settings(fields: Fields, deepspeed: Fields | None, notes: list[str]) -
         return config.get(f"fsdp_{name}", config.get(name, default))
 
     named = [word for word in map(str, words) if word.endswith(("_shard", "_op", "_zero2"))]
-    default = fsdp_value("reshard_after_forward", *named[:1] or ["FULL_SHARD"])
+    default = fsdp_value("reshard_after_forward", named[0] if named else "FULL_SHARD")
     strategy = str(fsdp_value("sharding_strategy", default)).upper()
     if strategy in ("HYBRID_SHARD", "HYBRID_SHARD_ZERO2", "4", "5"):
         notes.append(f"{strategy} is estimated as FULL_SHARD between all GPUs: a rank of several nodes needs more")
@@ -249,7 +249,7 @@ def _zero_settings(fields: Fields, deepspeed: Fields | None, notes: list[str]) -
 def system_of(fields: Fields) -> tuple[str, str]:
     """Return the training system of a YAML, or "", and its key with the name or path of a model, if it has one."""
     for system, row in training_systems()["yaml"].items():
-        needed, keys = {row["model"]} - {""}, set(row["keys"])
+        needed, keys = {row["model"]} - {""}, set(row["keys"])  # "": the files of this system name no model
         if needed <= fields.keys() and (not keys or keys & fields.keys()):
             return system, row["model"]
     return "", ""
@@ -281,12 +281,12 @@ def _mapping(fields: Fields, key: str) -> Fields:
 def _first_number(fields: Fields, keys: list[Any]) -> int:
     """Return the number of the first key that is stated, or else the last item of the list, the default."""
     *names, default = keys
-    for name in reversed(names):
-        default = _whole(fields, name, default)
+    for name in reversed(names):  # a key before another one overrides it
+        default = _whole_number(fields, name, default)
     return int(default)
 
 
-def _whole(fields: Fields, key: str, default: int, lowest: int = 1) -> int:
+def _whole_number(fields: Fields, key: str, default: int, lowest: int = 1) -> int:
     value = fields.get(key)
     if isinstance(value, str) and value.isdecimal() and len(value) < 16:
         value = int(value)
