@@ -515,7 +515,7 @@ def test_the_console_log_is_bounded_and_keeps_the_newest(folder, monkeypatch):
     store = RunFolder(folder, {})
     for window in range(100):
         store.write(make_report(window, window=window), ())
-        store._log_s = 0.0  # as if a second had passed since the last write
+        store._next_log_monotonic_s = 0.0  # as if a second had passed since the last write
 
     new, old = (folder / "console.log").read_text(), (folder / "console.log.1").read_text()
     assert len(new.encode()) <= 2000 and len(old.encode()) <= 2000
