@@ -27,7 +27,7 @@ class NodeGpus(NamedTuple):
     host: str
     stated: int
     used: int
-    source: str  # the variable of the statement
+    source: str  # the scheduler's variable that states the number
 
     @property
     def unused(self) -> int:
@@ -51,7 +51,7 @@ class JobFacts:
         whole_model_rank: int | None,
     ) -> None:
         self._config, self._ledger = config, ledger
-        self._hellos, self._devices, self._members = hellos, devices, members
+        self._hellos, self._devices, self._members = hellos, devices, members  # see `Roster`
         self._whole_model_rank = whole_model_rank  # which declared the parameters of the whole model
 
     @cached_property
@@ -61,8 +61,8 @@ class JobFacts:
         if self._whole_model_rank is not None:
             value = getattr(self._hellos[self._whole_model_rank].parameters, kind)
             return int(value) if value is not None else None
-        given = [hello.parameters for hello in self._hellos.values()]
-        shares = [getattr(count, kind) for count in given if count.is_share]
+        counts = [hello.parameters for hello in self._hellos.values()]
+        shares = [getattr(count, kind) for count in counts if count.is_share]
         if len(shares) != self._ledger.world_size or not shares or None in shares:
             return None
         return sum(shares) or None
@@ -105,12 +105,12 @@ class JobFacts:
             return []
         gpus = []
         for host, hellos in nodes.items():
-            stated = min(hellos, key=lambda hello: hello.stated_gpus)  # steps may have fewer GPUs than the node
+            lowest = min(hellos, key=lambda hello: hello.stated_gpus)  # a scheduler's step may have a part of the node
             keys = {device.key for hello in hellos for device in hello.devices if device.is_gpu}
-            if len(hellos) == len(keys) == 1 < stated.stated_gpus:
+            if len(hellos) == len(keys) == 1 < lowest.stated_gpus:
                 return []
             # Ranks that have not selected their GPU all show the first GPU.
-            gpus.append(NodeGpus(host, stated.stated_gpus, max(len(keys), len(hellos)), stated.gpus_source))
+            gpus.append(NodeGpus(host, lowest.stated_gpus, max(len(keys), len(hellos)), lowest.gpus_source))
         return gpus
 
     @cached_property
@@ -122,7 +122,7 @@ class JobFacts:
 
     @cached_property
     def peak_flops_per_s(self) -> float | None:
-        """Peak of the whole job: from the configured peak per device, or from the hardware table if it has all GPUs."""
+        """Peak FLOP/s of the job: as configured per device, or from the hardware table if the table has all GPUs."""
         peak = self._config.peak_tflops
         if peak:
             return peak * 1e12 * (self.num_gpus or self._ledger.world_size)
@@ -163,19 +163,19 @@ class JobFacts:
 
     def _sum_of_limits(self, name: str) -> float | None:
         """Return the sum of the power limits of all GPUs, if all are known; one die may have the limit of the card."""
-        owners: dict[str, float] = {}
+        limits_w: dict[str, float] = {}  # by the key of the card
         for device in self._gpus:
-            owner = device.energy_key or device.key
-            owners[owner] = owners.get(owner, 0.0) + (getattr(device, name) or 0.0)
-        return sum(owners.values()) if owners and all(owners.values()) else None
+            card = device.energy_key or device.key
+            limits_w[card] = limits_w.get(card, 0.0) + (getattr(device, name) or 0.0)
+        return sum(limits_w.values()) if limits_w and all(limits_w.values()) else None
 
     def _baseline_w(self) -> float | None:
         """Return the idle power of all devices in scope, if it was measured on each device."""
-        owners: dict[str, float | None] = {}
+        by_card: dict[str, float | None] = {}
         for key in self.scope.keys:
-            owners[self._devices[key].energy_key or key] = self._devices[key].baseline_w
-        watts = [baseline_w for baseline_w in owners.values() if baseline_w is not None]
-        return sum(watts) if watts and len(watts) == len(owners) else None
+            by_card[self._devices[key].energy_key or key] = self._devices[key].baseline_w
+        watts = [baseline_w for baseline_w in by_card.values() if baseline_w is not None]
+        return sum(watts) if watts and len(watts) == len(by_card) else None
 
     @property
     def flops_per_token(self) -> float | None:
@@ -183,7 +183,7 @@ class JobFacts:
         return flops
 
     def _declared(self, name: str) -> Any:
-        """Return what a rank has declared in its HELLO, or ``None``."""
+        """Return a field of the first HELLO that declares it, or ``None``."""
         return next((value for hello in self._hellos.values() if (value := getattr(hello, name))), None)
 
     @cached_property
@@ -215,7 +215,8 @@ class JobFacts:
     @cached_property
     def facts(self) -> Mapping[str, Any]:
         """Facts of a rank that has the training framework; empty without such a rank."""
-        return next((one.facts for one in self._hellos.values() if isinstance(one.facts.get("framework"), str)), {})
+        hellos = self._hellos.values()
+        return next((hello.facts for hello in hellos if isinstance(hello.facts.get("framework"), str)), {})
 
     @cached_property
     def is_simulated(self) -> bool:
@@ -259,8 +260,8 @@ class JobFacts:
             for text in device.not_measured
         }
         if self.flops_per_token and not self._config.peak_tflops:
-            whys = {hardware.why_no_peak(device.name) for device in self._gpus if not device.simulated}
-            sentences |= {one_line(f"MFU: {why}; EFFICIENTLLM_PEAK_TFLOPS sets the peak") for why in whys if why}
+            reasons = {hardware.why_no_peak(device.name) for device in self._gpus if not device.simulated}
+            sentences |= {one_line(f"MFU: {why}; EFFICIENTLLM_PEAK_TFLOPS sets the peak") for why in reasons if why}
         return tuple(sorted(sentences | ({self.scope.complaint} if self.scope.complaint else set())))
 
     @cached_property
@@ -279,7 +280,7 @@ class JobFacts:
 
 
 class Peak(NamedTuple):
-    """The peak of a device, and its source."""
+    """The peak of a device, and a text with its source."""
 
     flops_per_s: float
     text: str

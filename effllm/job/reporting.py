@@ -61,13 +61,13 @@ def goodput_of(ledger: Ledger, roster: Roster, is_over: bool = False, status: st
 
 
 def totals_to_date(
-    ledger: Ledger, roster: Roster, goodput: GoodputSummary, lacks: bool
+    ledger: Ledger, roster: Roster, goodput: GoodputSummary, has_gaps: bool
 ) -> tuple[ClusterTotals, ClusterTotals]:
-    """Return the totals on the bases run and job; ``lacks`` means that reports are missing."""
+    """Return the totals on the bases run and job; ``has_gaps`` means that energy or reports are missing."""
     constants, sample_s = roster.job.constants, roster.config.collection_interval_s
     health = ledger.health
     run, job = (
-        replace(sums, health=health, energy=replace(sums.energy, is_complete=sums.energy.is_complete and not lacks))
+        replace(sums, health=health, energy=replace(sums.energy, is_complete=sums.energy.is_complete and not has_gaps))
         for sums in (account.totals(constants, sample_s) for account in (ledger.run, ledger.whole))
     )
     elapsed = GoodputTotals(goodput.elapsed_s, goodput.seconds, goodput.joules, sum(goodput.rank_seconds.values()))
@@ -78,37 +78,36 @@ def report_of(
     window: Window, ledger: Ledger, roster: Roster, previous: ClusterReport | None, correction: bool
 ) -> ClusterReport:
     """Return the report of a closed window, or its correction by a late report; ``previous`` is the last report."""
-    rows = window.rows
+    rows, columns = window.rows, window.rows.columns
     gaps, goodput = gaps_in_counts(ledger, is_over=False), goodput_of(ledger, roster)
-    lacks = bool(ledger.reports_lost or ledger.num_unfinished(is_over=False))
-    run, whole = totals_to_date(ledger, roster, goodput, lacks)
+    has_gaps = bool(ledger.reports_lost or ledger.num_unfinished(is_over=False))
+    run, whole = totals_to_date(ledger, roster, goodput, has_gaps)
     health = replace(ledger.waited, stalled_s=ledger.hang_s)
     account = _window_account(window, roster.config.min_coverage)
     last = replace(account.totals(run.constants, roster.config.collection_interval_s), health=health)
     shown_of_window = last if last.counts.iterations > 0 and not correction else ClusterTotals()
-    numbers = rows.columns
     coverage = coverage_of(window, ledger, roster)
     if window.energy is None and previous:  # late: no other report of its window is in memory
         coverage = replace(previous.coverage, reports_late=ledger.late)
-    shown = int(numbers["iteration_shown"].max())
     values = metrics.window_values(run, shown_of_window, whole)
     rejected = rows.counts["counts_rejected"]
-    of_window = dict.fromkeys(tags_too_low(values, rejected, bool(coverage.missing_ranks), of_window=True))
+    too_low_in_window = tags_too_low(values, rejected, bool(coverage.missing_ranks), of_window=True)
+    doubtful_tags = *doubts_by_tag(ledger.audit, values), *gaps.doubts_by_tag(values), *too_low_in_window
     breakdown = waterfall(goodput, whole, uneven_share=ledger.last_ranks.profiled_uneven_share)
     parts = breakdown.parts if breakdown is not None and breakdown.unit == OF_GPUS else ()
     return ClusterReport(
         attempt=ledger.attempt,
         window=window.number,
-        iteration=ledger.iteration_shown if correction else shown,
-        iteration_first=int(numbers["iteration_first"].min()),
-        iteration_last=int(numbers["iteration_last"].max()),
-        time_s=_end_time_s(float(numbers["end_time_s"].max()), ledger),
+        iteration=ledger.iteration_shown if correction else int(columns["iteration_shown"].max()),
+        iteration_first=int(columns["iteration_first"].min()),
+        iteration_last=int(columns["iteration_last"].max()),
+        time_s=_end_time_s(float(columns["end_time_s"].max()), ledger),
         loss=rows.loss,
         run=run,
         last=last,
         job=whole,
         values=values,
-        doubtful=tuple({**doubts_by_tag(ledger.audit, values), **gaps.doubts_by_tag(values), **of_window}),
+        doubtful=tuple(dict.fromkeys(doubtful_tags)),  # each once
         coverage=coverage,
         total_iterations=roster.job.total_iterations,
         style=roster.job.iteration_name,
@@ -147,10 +146,10 @@ def window_spread(rows: Rows, merged: Merged | None, expected: Expected) -> dict
     worked = iterations > 0
     spreads = {STEP_SECONDS: spread_of(busy_s[worked] / iterations[worked])}
     if merged is not None:
-        at = expected.rows_in(merged)
-        gpus = at[expected.is_gpu & (at >= 0)]
-        owners = at[expected.is_gpu & expected.is_first_of_owner & (at >= 0)]  # one GPU per measured module
-        energy, levels = merged.iterations.energy[owners], merged.iterations.levels[gpus]
+        device_rows = expected.rows_in(merged)  # -1 for a device without a row
+        is_gpu = expected.is_gpu & (device_rows >= 0)
+        energy_rows = device_rows[is_gpu & expected.is_first_of_owner]  # one GPU per module with an energy counter
+        energy, levels = merged.iterations.energy[energy_rows], merged.iterations.levels[device_rows[is_gpu]]
         spreads[GPU_WATTS] = spread_of(means(np.nan_to_num(energy[:, JOULES]), energy[:, COVERED_S]))
         spreads[UTILIZATION_RATIO] = spread_of(means(np.nan_to_num(levels[:, BUSY]), levels[:, BUSY_S]))
     return {name: spread for name, spread in spreads.items() if spread is not None}
@@ -167,17 +166,19 @@ def _window_account(window: Window, min_coverage: float) -> Account:
 
 
 def coverage_of(window: Window | None, ledger: Ledger, roster: Roster) -> Coverage:
+    """Return what was measured in a window; without a window, nothing was measured."""
     ranks: Sequence[int] = window.rows.ranks if window else ()
     merged = window.merged if window else None
     absent = roster.missing_ranks(ranks) if window else set()
     expected = roster.expected_devices(ranks) if window else Expected(roster.devices)
     gpus = int(expected.is_gpu.sum())
-    unknown = len((absent - roster.hellos.keys()) | roster.ranks_without_device(ranks)) if gpus else 0
+    # In a job with GPUs, a rank whose device is not known counts as a GPU.
+    unknown_gpus = len((absent - roster.hellos.keys()) | roster.ranks_without_device(ranks)) if gpus else 0
     span_s, memory_s, busy_s = merged.covered_s() if merged is not None else (0.0, 0.0, 0.0)
     return Coverage(
         ranks_expected=ledger.world_size,
         ranks_reporting=len(ranks),
-        gpus_expected=gpus + unknown,
+        gpus_expected=gpus + unknown_gpus,
         gpus_measured=merged.count_measured_gpus(expected) if merged is not None else 0,
         reports_lost=ledger.reports_lost,
         reports_late=ledger.late,
@@ -189,25 +190,24 @@ def coverage_of(window: Window | None, ledger: Ledger, roster: Roster) -> Covera
 
 
 def summary_of(ledger: Ledger, roster: Roster, last: ClusterReport | None, time_s: float, ended: bool) -> Summary:
-    gaps = gaps_in_counts(ledger, ended)
-    lacking = energy_gaps(ledger, ended)
+    gaps, reasons = gaps_in_counts(ledger, ended), energy_gaps(ledger, ended)  # reasons why the total energy is unknown
     status = ledger.status("killed" if roster.has_lost_host() else "ended") if ended else "running"
     goodput = goodput_of(ledger, roster, ended, status)
-    run, whole = totals_to_date(ledger, roster, goodput, bool(lacking))
-    shares = energy_coverage(ledger, goodput) if lacking else (1.0, 1.0)
-    (reached, measured), counts = iterations_reached(ledger), whole.counts
+    run, whole = totals_to_date(ledger, roster, goodput, bool(reasons))
+    energy_shares = energy_coverage(ledger, goodput) if reasons else (1.0, 1.0)  # measured, of time and of iterations
+    (iterations, measured_ratio), counts = iterations_reached(ledger), whole.counts
     values = metrics.summary_values(run, whole)
     doubts = {**gaps.doubts_by_tag(values), **doubts_by_tag(ledger.audit, values)}
     sources = Sources(ledger.closed, ledger.attempt, round(ledger.last_ranks.iterations), roster.job.unused_text)
     return Summary(
         status=status,
         is_over=ended,
-        iterations=max(reached, counts.iterations) if gaps.missing else counts.iterations,
+        iterations=max(iterations, counts.iterations) if gaps.missing else counts.iterations,
         attempts=ledger.attempt,
         parameters=run.constants.parameters,
         parameters_kind=roster.config.parameters,
         metrics=_values_with_errors(values, metrics.errors(run, whole), doubts),
-        energy=_energy_summary(whole, ledger, roster, values, shares),
+        energy=_energy_summary(whole, ledger, roster, values, energy_shares),
         coverage=last.coverage if last else coverage_of(None, ledger, roster),
         overhead=ledger.overhead(),
         started_time_s=first_start_time_s(ledger),
@@ -216,12 +216,12 @@ def summary_of(ledger: Ledger, roster: Roster, last: ClusterReport | None, time_
         elapsed_s=goodput.elapsed_s,
         time_by_class=ledger.time_by_class(),
         simulated=roster.job.is_simulated,
-        not_measured=tuple(not_measured(whole, ledger, roster, gaps, measured, lacking, shares, ended)),
+        not_measured=tuple(not_measured(whole, ledger, roster, gaps, measured_ratio, reasons, energy_shares, ended)),
         tokens=None if gaps.reasons else counts.tokens or None,
         samples=None if gaps.reasons else counts.samples or None,
         measured_tokens=counts.tokens or None,
         measured_samples=counts.samples or None,
-        measured_iterations_ratio=measured if gaps.missing else None if measured is None else 1.0,
+        measured_iterations_ratio=measured_ratio if gaps.missing else None if measured_ratio is None else 1.0,
         loss=ledger.loss if ledger.is_loss_finite else None,
         losses_not_finite=whole.counts.losses_not_finite,
         first_not_finite=ledger.first_not_finite,
@@ -251,8 +251,8 @@ def _values_with_errors(
     results = {}
     for tag, value in values.items():
         if entry := metrics.metric_of_tag(tag):
-            random, systematic = errors.get(tag) or (None, None)
-            results[tag] = Value(value, entry.unit, random, systematic, doubts.get(tag))
+            random_error, systematic_error = errors.get(tag) or (None, None)
+            results[tag] = Value(value, entry.unit, random_error, systematic_error, doubts.get(tag))
     return results
 
 
@@ -266,7 +266,7 @@ def _energy_summary(
     ledger: Ledger,
     roster: Roster,
     values: Mapping[str, float],
-    shares: tuple[float | None, float | None],
+    shares: tuple[float | None, float | None],  # measured shares of the time and of the iterations
 ) -> EnergySummary:
     energy, is_measured = whole.energy, roster.job.measures_energy
     has_total = is_measured and energy.joules is not None
@@ -289,6 +289,6 @@ def _energy_summary(
 
 
 def _end_time_s(end_s: float, ledger: Ledger) -> float:
-    """Return the end of a window on the clock of its last rank, or the current time if that clock is ahead."""
+    """Return the end of a window on the clock of its last rank, or the aggregator's time if that clock is ahead."""
     now_s = ledger.goodput.clock.time_s
     return now_s if ledger.goodput.clock.at_s is not None and end_s > now_s + MAX_AHEAD_S else end_s
