@@ -68,12 +68,12 @@ class ClosedWindows:
         self._waste = WasteWatch(ledger.events, events.record)
         self._energy = EnergyWatch(ledger.events.__contains__, events.record)
         self._audit = AuditWatch(ledger.audit, events.record_once)
-        self._recent: dict[int, Window] = {}
+        self._recent: dict[int, Window] = {}  # the last closed windows, by number
         self._durations_s: list[float] = []  # durations of the last windows, for the deadline
-        self._closed: list[Closed] = []
+        self._closed: list[Closed] = []  # windows for the next call of `take_windows`
         self._ranks_to_record: list[int] = []  # ranks whose stacks are to be recorded
         self._slowest: Straggler | None = None  # the slowest named rank of the last window
-        self._recorded_share = 0.0  # of the losses `RECORDED_LOSSES` in the last window
+        self._recorded_share = 0.0  # share of the losses `RECORDED_LOSSES` in the last window
         self.last_report: ClusterReport | None = None
         self.last_merged: Merged | None = None  # the devices of the last reported window
 
@@ -96,13 +96,13 @@ class ClosedWindows:
         """Add a window to the totals and report it."""
         ledger, config, number = self._ledger, self._config, opened.number
         rows = Rows.in_rank_order(opened.rows, self._roster.all_ranks)
-        window = self._measure_window(number, rows, self._devices_of(rows, rows.ranks, opened.whole_readings))
+        window = self._measure_window(number, rows, self._merge_devices(rows, rows.ranks, opened.whole_readings))
         window.warming = ledger.note_warmup(number, rows, config.warmup_iterations, config.warmup_seconds)
         add_rows(ledger, number, rows)
         add_devices(ledger, window, config.min_coverage)
         ledger.note_loss_and_iteration(rows)
         self._check_training_loss(rows, rows[-1].end_time_s)
-        # The reports have a thousand times as many objects as their sums.
+        # Of many reports only the sums are kept: the reports have a thousand times as many objects.
         self._recent[number] = replace(window, rows=rows.merge(Rows())) if is_large(len(rows)) else window
         while len(self._recent) > MAX_RECENT:
             del self._recent[min(self._recent)]
@@ -126,7 +126,7 @@ class ClosedWindows:
         straggling = self._stragglers.judge_window(rows, matrix, lost)
         self._note_straggling(straggling)
         for loss in (*lost, *straggling.lost):
-            # The order decides if the sum of a window is too large: times of iterations are rounded.
+            # Rounded iteration times may lose more than the steps of a window have: then the last losses are cut.
             ledger.goodput.attempt.move_to_phase(loss.window, loss.phase, loss.phase_s)
             seconds = {name: getattr(loss, name) for name in LOST_SECONDS}
             ledger.goodput.attempt.move_from_kept(loss.window, **seconds)
@@ -139,14 +139,14 @@ class ClosedWindows:
         """Record the waits for slow ranks, and request recordings of a newly named rank and of a peer."""
         ledger, stragglers = self._ledger, self._stragglers
         ledger.last_ranks, verdicts, named = stragglers.waits.last_ranks, stragglers.verdicts, stragglers.named_ranks
-        waits = straggling.seconds, straggling.rank_seconds, straggling.joules
-        ledger.note_waits(HealthTotals(*waits, stragglers=len(named)))
+        costs = straggling.seconds, straggling.rank_seconds, straggling.joules
+        ledger.note_waits(HealthTotals(*costs, stragglers=len(named)))
         self._slowest = straggling.slowest
         for event in straggling.events:
             self._events.record(event)
         if verdicts and any(event.kind == "straggler" for event in straggling.events):
             slow, peers = verdicts[0].ranks[0], stragglers.peers
-            self._ranks_to_record += [slow, *sorted(peers.groups[peers.known[slow].group] - named)[:1]]
+            self._ranks_to_record += [slow, *sorted(peers.groups[peers.by_rank[slow].group] - named)[:1]]
 
     def complete_window(self, number: int, rows: dict[int, RankReport], time_s: float) -> None:
         """Add late reports to the totals; the displayed values of the window do not change."""
@@ -181,35 +181,36 @@ class ClosedWindows:
         return Rows.in_rank_order(rows, self._roster.all_ranks)
 
     def _window_with_late(self, recent: Window, rows: dict[int, RankReport]) -> Window:
-        """Add reports to a window whose reports were dropped; devices of the window do not change."""
+        """Return a window, of which only sums are kept, with late reports, and with their devices that it lacks."""
         assert recent.merged is not None
-        keys = recent.merged.row_by_key
-        more = [
-            replace(row, devices=tuple(one for one in row.devices if one.device not in keys)) for row in rows.values()
-        ]
-        both = recent.rows.merge(Rows(more))
-        return self._measure_window(recent.number, both, recent.merged.merge(self._devices_of(Rows(more), both.ranks)))
+        keys, late = recent.merged.row_by_key, Rows()
+        for row in rows.values():
+            late.append(replace(row, devices=tuple(device for device in row.devices if device.device not in keys)))
+        both = recent.rows.merge(late)
+        return self._measure_window(recent.number, both, recent.merged.merge(self._merge_devices(late, both.ranks)))
 
-    def _devices_of(self, rows: Rows, ranks: Sequence[int], readings: GpuReadings | None = None) -> Merged:
+    def _merge_devices(self, rows: Rows, ranks: Sequence[int], readings: GpuReadings | None = None) -> Merged:
+        """Return the devices of reports; ``ranks`` are all ranks with a report of the same window."""
         expected, members = self._roster.expected_devices(ranks), self._roster.ranks_by_device(ranks)
         return merge_devices(rows, expected, members, readings)
 
     def _measure_window(self, number: int, rows: Rows, merged: Merged | None = None) -> Window:
         """Return a window with its devices and its energy; the first window fixes the power scope of the job."""
         roster, ranks = self._roster, rows.ranks
-        merged = self._devices_of(rows, ranks) if merged is None else merged
-        devices = roster.expected_devices(ranks)
-        not_joined, blind = roster.missing_ranks(ranks) - roster.hellos.keys(), roster.ranks_without_device(ranks)
+        merged = self._merge_devices(rows, ranks) if merged is None else merged
+        expected, without_device = roster.expected_devices(ranks), roster.ranks_without_device(ranks)
+        not_joined = roster.missing_ranks(ranks) - roster.hellos.keys()
         # While other ranks train, the energy of ranks that left is unknown; after training this energy hardly matters.
-        left = roster.devices.keys() - devices.keys() if roster.presence.num_left and rows.max_iterations > 0 else set()
+        has_left = roster.presence.num_left and rows.max_iterations > 0
+        departed_devices = roster.devices.keys() - expected.keys() if has_left else set()
         # The first window fixes the scope: the widest scope that every node has and that was mostly measured.
-        by_scope = [
-            (scope, window_energy(merged, devices, scope, len(not_joined), len(blind), left))
+        by_scope = [  # of equal scopes, `max` returns the first one
+            (scope, window_energy(merged, expected, scope, len(not_joined), len(without_device), departed_devices))
             for scope in roster.job.possible_scopes
         ]
-        scope, measured = max(by_scope, key=lambda pair: min(pair[1].coverage or 0.0, MAX_SCOPE_COVERAGE))
+        scope, energy = max(by_scope, key=lambda pair: min(pair[1].coverage or 0.0, MAX_SCOPE_COVERAGE))
         roster.fix_scope(scope)
-        return Window(number, rows, merged, measured)
+        return Window(number, rows, merged, energy)
 
     # --- reports ---
 
@@ -252,7 +253,7 @@ class ClosedWindows:
 
     def _closed_window(self, report: ClusterReport, window: Window) -> Closed:
         rows, merged = window.rows, window.merged
-        coverage = None
+        coverage = None  # of the energy of each rank, if the devices of the window have it: else computed from the rows
         if merged is not None and len(merged) == len(rows) and has_one_device_each(rows):
             is_measured = not np.isnan(merged.wall.energy[:, JOULES]).any() and (merged.span_s > 0).all()
             coverage = merged.energy_coverage if is_measured else None
@@ -315,9 +316,9 @@ class EventLog:
 
     def record_once(self, event: Event, key: str = "") -> None:
         """Record an event only once per key; the default key is the event's text."""
-        stated, key = self._recorded_keys.setdefault(event.kind, set()), key or event.text
-        if key not in stated and len(stated) < MAX_RECORDED_KEYS:
-            stated.add(key)
+        recorded_keys, key = self._recorded_keys.setdefault(event.kind, set()), key or event.text
+        if key not in recorded_keys and len(recorded_keys) < MAX_RECORDED_KEYS:
+            recorded_keys.add(key)
             self.record(event)
 
     def add_suppressed_counts(self, now_s: float = math.inf) -> None:

@@ -17,7 +17,7 @@ from effllm.records.verdict import LastRanks
 
 #: Maximum size of the kept own times, with which the waits for a newly named rank are computed in earlier windows.
 MAX_KEPT_BYTES = 1 << 24
-#: Profiled iterations that are longer than the mean by this factor say nothing about the others.
+#: Profiled iterations that are longer than the mean by this factor are not typical: they show nothing of the others.
 UNLIKE = 1.25
 
 
@@ -33,11 +33,11 @@ class Times(NamedTuple):
 
 
 class Waits(NamedTuple):
-    """The time that each rank of a job loses in a window because other ranks work longer; with upper bounds.
+    """The time that each rank of a job loses in a window because other ranks work longer, and upper bounds (``max_``).
 
     An own time ends at the first wait for other ranks.  A rank that is slow before may be slow after it too, in the
-    same proportion, so the bounds are for own times as long as the iteration.  Of several iterations only the mean is
-    known: at most, half of the ranks work for the whole of each iteration.
+    same proportion, so the bounds are for own times as long as the iteration.  If only the mean of several iterations
+    is known, the bound is for half of the ranks working for the whole of each iteration, and the others little.
     """
 
     straggling_s: float = 0.0  # waits for named ranks
@@ -49,47 +49,46 @@ class Waits(NamedTuple):
     @classmethod
     def of(cls, times: Times, groups: Sequence[Positions], named: Positions) -> Waits:
         """Return the waits of the ranks in groups with the same work; ``named`` are the places of the slow ranks."""
-        slow, uneven, max_slow, max_uneven = np.zeros((4, len(times.weights)))
+        iteration_s = times.iterations_s  # like all times here, by column and per iteration
+        slow_s, uneven_s, max_slow_s, max_uneven_s = np.zeros((4, len(times.weights)))
         last_s = np.zeros(len(times.ranks))
         for group in groups:
-            own = times.values[group]
-            ordered = np.sort(own, axis=0)
-            others = np.sort(own[~np.isin(group, named)], axis=0) if len(named) else ordered
+            own_s = times.values[group]
+            ordered = np.sort(own_s, axis=0)
+            others = np.sort(own_s[~np.isin(group, named)], axis=0) if len(named) else ordered
             # The lower median of two: if half of the ranks are slow, the other half is not.
-            most, median = ordered[-1], ordered[(len(own) - 1) // 2]
-            next_s = np.maximum(others[-1], median) if len(others) else median
-            longer = np.divide(times.iterations_s, most, out=np.ones_like(most), where=most > 0)
-            longer = np.maximum(longer, 1.0)
-            hidden = (longer - 1.0) * (most - median)
-            slow = np.maximum(slow, most - next_s)
-            max_slow = np.maximum(max_slow, np.where(most > next_s, most - next_s + hidden, 0.0))
+            longest_s, median_s = ordered[-1], ordered[(len(own_s) - 1) // 2]
+            next_s = np.maximum(others[-1], median_s) if len(others) else median_s  # longest without the named ranks
+            factor = np.divide(iteration_s, longest_s, out=np.ones_like(longest_s), where=longest_s > 0)
+            factor = np.maximum(factor, 1.0)
+            after_s = (factor - 1.0) * (longest_s - median_s)  # what the slowest rank may lose after the own time
+            slow_s = np.maximum(slow_s, longest_s - next_s)
+            max_slow_s = np.maximum(max_slow_s, np.where(longest_s > next_s, longest_s - next_s + after_s, 0.0))
             # For the last rank, the others wait from the end of the second to last one.
-            waits = np.minimum(most - ordered[-2:][0] + hidden, times.iterations_s) * times.weights
-            last_s[group] += np.bincount(own.argmax(axis=0), waits, minlength=len(group))
-            mean = others.mean(axis=0) if len(others) else median
+            waits_s = np.minimum(longest_s - ordered[-2:][0] + after_s, iteration_s) * times.weights
+            last_s[group] += np.bincount(own_s.argmax(axis=0), waits_s, minlength=len(group))
+            mean_s = others.mean(axis=0) if len(others) else median_s
             share = len(group) / len(times.ranks)
-            uneven += share * np.maximum(next_s - mean, 0.0)
+            uneven_s += share * np.maximum(next_s - mean_s, 0.0)
             # If one rank in turn works longer, the others show the time without it.
-            usual = others[(len(others) - 1) // 2] if len(others) else median
-            each_s = (next_s - np.minimum(usual, mean)) * longer
+            usual_s = others[(len(others) - 1) // 2] if len(others) else median_s
+            max_wait_s = (next_s - np.minimum(usual_s, mean_s)) * factor
             if times.weights.max() > 1:
                 half = len(others) // 2 / max(len(others), 1)  # ranks that may work for the whole iteration
-                usual = np.maximum((mean - half * times.iterations_s) / (1.0 - half), 0.0)
-                each_s = np.where(times.weights > 1, times.iterations_s - usual, each_s)
-            max_uneven += share * np.maximum(each_s, 0.0)
-        whole_s = times.iterations_s
-        slow = np.minimum(slow, whole_s)
-        uneven = np.minimum(uneven, whole_s - slow)
-        waits_s = np.stack([slow, uneven, np.minimum(max_slow, whole_s), np.minimum(max_uneven, whole_s)])
-        straggling_s, uneven_s, max_straggling_s, max_uneven_s = (waits_s @ times.weights).tolist()
-        return cls(straggling_s, uneven_s, max_straggling_s, max_uneven_s, last_s.tolist())
+                usual_s = np.maximum((mean_s - half * iteration_s) / (1.0 - half), 0.0)  # of the others
+                max_wait_s = np.where(times.weights > 1, iteration_s - usual_s, max_wait_s)
+            max_uneven_s += share * np.maximum(max_wait_s, 0.0)
+        slow_s = np.minimum(slow_s, iteration_s)
+        uneven_s = np.minimum(uneven_s, iteration_s - slow_s)
+        bounds = np.minimum(max_slow_s, iteration_s), np.minimum(max_uneven_s, iteration_s)
+        return cls(*(np.stack([slow_s, uneven_s, *bounds]) @ times.weights).tolist(), last_s.tolist())
 
 
 class _Counted(NamedTuple):
-    times: Times
+    times: Times  # own times of a window
     groups: Sequence[Positions]
     num_ranks: int
-    waits: Waits
+    waits: Waits  # counted so far
 
 
 class CountedWaits:
@@ -103,23 +102,23 @@ class CountedWaits:
     def count(
         self, own: Times, groups: Sequence[Positions], num_ranks: int, slow: Collection[int], since: int | None
     ) -> tuple[list[LostTime], float, float]:
-        """Add a window; return the losses, and the wait of each rank for slow ranks in it, and at most in all of them.
+        """Add a window; return its losses, the wait of each rank for slow ranks in it, and an upper bound of all waits.
 
-        If there is a new slow rank, the waits for slow ranks are counted again from the iteration ``since``.
+        If there is a new slow rank, the waits for slow ranks in earlier windows are counted again from the iteration
+        ``since``: losses of these windows are the changes, and the bound includes them.
         """
         after = math.inf if since is None else since
-        again = [kept for kept in self._kept.values() if kept.times.shown + kept.times.weights.sum() > after]
+        recounted = [kept for kept in self._kept.values() if kept.times.shown + kept.times.weights.sum() > after]
         lost, bound_s, waits = [], 0.0, Waits()
-        for one in (*again, _Counted(own, groups, num_ranks, waits)):
-            waits, old = Waits.of(one.times, one.groups, _places(one.times.ranks, slow)), one.waits
-            more_s, uneven_s = waits.straggling_s - old.straggling_s, waits.uneven_s - old.uneven_s
-            lost.append(
-                LostTime(one.times.window, straggling_s=more_s * one.num_ranks, uneven_s=uneven_s * one.num_ranks)
-            )
-            bound_s += waits.max_straggling_s - old.max_straggling_s
-            more_s = (waits.max_uneven_s - old.max_uneven_s) * one.num_ranks
-            self.last_ranks = replace(self.last_ranks, max_uneven_s=self.last_ranks.max_uneven_s + more_s)
-            self._keep(one._replace(waits=waits))
+        for window in (*recounted, _Counted(own, groups, num_ranks, waits)):
+            waits, earlier = Waits.of(window.times, window.groups, _places(window.times.ranks, slow)), window.waits
+            straggling_s = (waits.straggling_s - earlier.straggling_s) * window.num_ranks
+            uneven_s = (waits.uneven_s - earlier.uneven_s) * window.num_ranks
+            lost.append(LostTime(window.times.window, straggling_s=straggling_s, uneven_s=uneven_s))
+            bound_s += waits.max_straggling_s - earlier.max_straggling_s
+            max_uneven_s = (waits.max_uneven_s - earlier.max_uneven_s) * window.num_ranks
+            self.last_ranks = replace(self.last_ranks, max_uneven_s=self.last_ranks.max_uneven_s + max_uneven_s)
+            self._keep(window._replace(waits=waits))
         self._count_last(own, [seconds * num_ranks for seconds in waits.last_s])
         return lost, waits.straggling_s, bound_s
 
@@ -132,21 +131,21 @@ class CountedWaits:
         slow: Collection[int],
         has_long: bool,
     ) -> None:
-        """Add the profiled iterations of a window, by their times of `in_profiles`, if they are not long.
+        """Add the waits of the ranks for each other in profiled iterations, whose times are from `in_profiles`.
 
-        Without the waits in communication, an own time is a whole iteration.  Means of several profiled iterations
-        show less waits than these have, by the factor that own times show.
+        Long iterations do not count; ``has_long`` means that some of the window are long.  Means of several profiled
+        iterations show less waits than these have, by the factor that own times show.
         """
         counts = [row.profile.iterations for row in rows if row.profile is not None]
         usual_s = float(np.median([row.busy_s / row.iterations for row in rows]))
-        if has_long if max(counts) > 1 else profiled.iterations_s[0] > LONG_RATIO * usual_s:
+        is_long = has_long if max(counts) > 1 else profiled.iterations_s[0] > LONG_RATIO * usual_s
+        if is_long:
             return
         named, iterations = _places(profiled.ranks, slow), sum(counts)
         last, uneven_s = self.last_ranks, Waits.of(profiled, groups, named).uneven_s
         if own is not None and list(own.ranks) == list(profiled.ranks):
-            uneven_s = min(
-                uneven_s * _factor_hidden_by_means(own, groups, named, max(counts)), float(profiled.iterations_s[0])
-            )
+            factor = _factor_hidden_by_means(own, groups, named, max(counts))
+            uneven_s = min(uneven_s * factor, float(profiled.iterations_s[0]))
         self.last_ranks = replace(
             last,
             profiled_s=last.profiled_s + float(profiled.iterations_s.mean()) * iterations,
@@ -159,6 +158,7 @@ class CountedWaits:
             del self._kept[min(self._kept)]
 
     def _count_last(self, own: Times, waits_s: Sequence[float]) -> None:
+        """Add the numbers of iterations in which each rank was the last one, and the waits of all others for it."""
         by_place = np.bincount(own.values.argmax(axis=0), own.weights, minlength=len(own.ranks))
         self.last = {own.ranks[place]: float(by_place[place]) for place in np.flatnonzero(by_place).tolist()}
         self.last_ranks = self.last_ranks.with_more(
@@ -169,33 +169,35 @@ class CountedWaits:
 
 
 def _places(ranks: Sequence[int], chosen: Collection[int]) -> Positions:
+    """Return the indices of the chosen ranks in ``ranks``."""
     return np.array([place for place, rank in enumerate(ranks) if rank in chosen], np.intp)
 
 
-def _factor_hidden_by_means(own: Times, groups: Sequence[Positions], named: Positions, size: int) -> float:
-    """Return by which factor the waits in single iterations exceed those in means of ``size`` of them, at most that."""
-    count = len(own.weights) // size * size
-    if size < 2 or not count or own.weights.max() > 1:
+def _factor_hidden_by_means(own: Times, groups: Sequence[Positions], named: Positions, num_joined: int) -> float:
+    """Return the waits in single iterations divided by those in means of ``num_joined``, from 1 to ``num_joined``."""
+    count = len(own.weights) // num_joined * num_joined
+    if num_joined < 2 or not count or own.weights.max() > 1:
         return 1.0
-    values, whole_s = own.values[:, :count], own.iterations_s[:count]
-    single = Waits.of(own._replace(values=values, weights=np.ones(count), iterations_s=whole_s), groups, named).uneven_s
+    values, iterations_s = own.values[:, :count], own.iterations_s[:count]
+    single = own._replace(values=values, weights=np.ones(count), iterations_s=iterations_s)
     joined = own._replace(
-        values=values.reshape(len(values), -1, size).mean(axis=2),
-        weights=np.full(count // size, float(size)),
-        iterations_s=whole_s.reshape(-1, size).mean(axis=1),
+        values=values.reshape(len(values), -1, num_joined).mean(axis=2),
+        weights=np.full(count // num_joined, float(num_joined)),
+        iterations_s=iterations_s.reshape(-1, num_joined).mean(axis=1),
     )
-    in_means = Waits.of(joined, groups, named).uneven_s
-    return min(max(single / in_means, 1.0), float(size)) if in_means > 0 else 1.0
+    single_s, in_means_s = (Waits.of(times, groups, named).uneven_s for times in (single, joined))
+    return min(max(single_s / in_means_s, 1.0), float(num_joined)) if in_means_s > 0 else 1.0
 
 
 def by_iteration(matrix: IterationMatrix, is_long: Sequence[bool]) -> Times | None:
     """Return the own times of all iterations but the long ones; ``None`` without own times or such iterations."""
-    there = ~np.array(is_long, bool) if len(is_long) == matrix.steps.shape[1] else np.ones(matrix.steps.shape[1], bool)
-    if matrix.own is None or not there.any():
+    num_columns = matrix.steps.shape[1]
+    is_used = ~np.array(is_long, bool) if len(is_long) == num_columns else np.ones(num_columns, bool)
+    if matrix.own is None or not is_used.any():
         return None
     ranks = [row.rank for row in matrix.rows]
-    whole_s = np.median(matrix.steps + matrix.waits, axis=0)[there]
-    return Times(matrix.window, matrix.first_shown, ranks, matrix.own[:, there], matrix.weights[there], whole_s)
+    own, weights, whole_s = matrix.own[:, is_used], matrix.weights[is_used], (matrix.steps + matrix.waits)[:, is_used]
+    return Times(matrix.window, matrix.first_shown, ranks, own, weights, np.median(whole_s, axis=0))
 
 
 def by_window(rows: Sequence[RankReport], is_on_device: bool) -> Times | None:
@@ -208,7 +210,7 @@ def by_window(rows: Sequence[RankReport], is_on_device: bool) -> Times | None:
 
 
 def in_profiles(rows: Sequence[RankReport]) -> Times | None:
-    """Return the time of profiled iterations without communication alone; ``None`` if less than two ranks have it.
+    """Return the time of profiled iterations without exposed communication; ``None`` if less than two ranks have it.
 
     The rank for which the others wait has the shortest waits inside its collectives, also with FSDP and TP.
     """
@@ -216,9 +218,9 @@ def in_profiles(rows: Sequence[RankReport]) -> Times | None:
     if len(profiled) < 2:
         return None
     values = [(profile.time_s - profile.exposed_s) / profile.iterations for _, profile in profiled]
-    whole_s = np.median([profile.time_s / profile.iterations for _, profile in profiled])
+    iteration_s = np.median([profile.time_s / profile.iterations for _, profile in profiled])
     times = _mean_times([row for row, _ in profiled], np.array(values))
-    return times._replace(weights=np.ones(1), iterations_s=np.array([whole_s]))
+    return times._replace(weights=np.ones(1), iterations_s=np.array([iteration_s]))
 
 
 def data_waits(rows: Sequence[RankReport], matrix: IterationMatrix | None) -> Times:
@@ -238,8 +240,9 @@ def data_waits(rows: Sequence[RankReport], matrix: IterationMatrix | None) -> Ti
 
 
 def _mean_times(rows: Sequence[RankReport], values: Array) -> Times:
+    """Return one time per rank, the mean of its iterations in a window, as `Times` with one column."""
     row = rows[0]
     time_s, iterations = fields_of(rows, ("time_s", "iterations")).T
-    whole_s, weights = np.array([np.median(time_s / iterations)]), np.array([float(row.iterations)])
+    iterations_s, weights = np.array([np.median(time_s / iterations)]), np.array([float(row.iterations)])
     shown = row.iteration_shown - row.iterations + 1
-    return Times(row.window, shown, [report.rank for report in rows], values[:, None], weights, whole_s)
+    return Times(row.window, shown, [report.rank for report in rows], values[:, None], weights, iterations_s)

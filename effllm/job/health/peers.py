@@ -24,36 +24,36 @@ class Peer(Struct, frozen=True):
 
 
 class PeerGroups:
-    """The ranks of a job by group, host and replica."""
+    """The ranks of a job by group, host and replica, which `Peer` explains; only ranks that have sent a HELLO."""
 
     def __init__(self) -> None:
-        self.known: dict[int, Peer] = {}
-        self.groups: dict[str, set[int]] = {}
+        self.by_rank: dict[int, Peer] = {}
+        self.groups: dict[str, set[int]] = {}  # group -> its ranks
         self.hosts: dict[str, set[int]] = {}
         self.replicas: dict[str, set[int]] = {}
 
     def hello(self, message: Hello) -> None:
-        own = next((device for device in message.devices if not device.only_power), None)
+        computing = next((device for device in message.devices if not device.only_power), None)
         peer = Peer(
             group=f"{message.role} {message.peer_group}".rstrip(),
             host=message.host,
-            device=own.key if own is not None else "",
+            device=computing.key if computing is not None else "",
             replica=f"{message.role} {message.replica}" if message.replica else "",
-            is_gpu=own is not None and own.is_gpu,
+            is_gpu=computing is not None and computing.is_gpu,
         )
         self.set_peer(message.rank, peer)
 
     def set_peer(self, rank: int, peer: Peer) -> None:
-        old = self.known.get(rank)
-        self.known[rank] = peer
-        for sets, name in ((self.groups, "group"), (self.hosts, "host"), (self.replicas, "replica")):
-            if old is not None:
-                sets[getattr(old, name)].discard(rank)
-            sets.setdefault(getattr(peer, name), set()).add(rank)
+        earlier = self.by_rank.get(rank)
+        self.by_rank[rank] = peer
+        for ranks_by_name, field in ((self.groups, "group"), (self.hosts, "host"), (self.replicas, "replica")):
+            if earlier is not None:
+                ranks_by_name[getattr(earlier, field)].discard(rank)
+            ranks_by_name.setdefault(getattr(peer, field), set()).add(rank)
 
     def replica_ranks(self, rank: int) -> set[int]:
         """Return the ranks of this rank's replica, itself included, which wait for each other before the sync point."""
-        replica = self.known[rank].replica
+        replica = self.by_rank[rank].replica
         return self.replicas[replica] if replica else {rank}
 
     @property
@@ -61,21 +61,18 @@ class PeerGroups:
         return any(len(group) > 1 for group in self.groups.values())
 
     def reports_with_iterations(self, rows: Sequence[RankReport]) -> Sequence[RankReport]:
-        """Return the reports of known ranks that contain an iteration."""
-        if (
-            isinstance(rows, Rows)
-            and rows.columns["iterations"].min(initial=1) > 0
-            and self.known.keys() >= set(rows.ranks)
-        ):
+        """Return the reports that contain an iteration, of ranks that have sent a HELLO."""
+        # In most windows these are all reports: then their object is returned, which has computed its columns.
+        if isinstance(rows, Rows) and (rows.columns["iterations"] > 0).all() and set(rows.ranks) <= self.by_rank.keys():
             return rows
-        return [row for row in rows if row.iterations > 0 and row.rank in self.known]
+        return [row for row in rows if row.iterations > 0 and row.rank in self.by_rank]
 
     def places_by_group(self, ranks: Sequence[int]) -> dict[str, Positions]:
-        """Return the places of the ranks of each group that has at least two of them."""
+        """Return for each group with at least two of these ranks their places, which are indices in ``ranks``."""
         groups = [group for group, members in self.groups.items() if members]
         if len(groups) == 1:
             return {groups[0]: np.arange(len(ranks))} if len(ranks) > 1 else {}
-        places: dict[str, list[int]] = {}
+        by_group: dict[str, list[int]] = {}
         for place, rank in enumerate(ranks):
-            places.setdefault(self.known[rank].group, []).append(place)
-        return {group: np.array(members, np.intp) for group, members in places.items() if len(members) > 1}
+            by_group.setdefault(self.by_rank[rank].group, []).append(place)
+        return {group: np.array(places, np.intp) for group, places in by_group.items() if len(places) > 1}

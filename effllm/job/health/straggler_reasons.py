@@ -47,7 +47,7 @@ REASON_NAMES = {
     "reliability": "limit of the voltage",
 }
 
-#: Names of the compared readings; the readings of clocks event reasons have the prefix.
+#: Names of the compared readings; those of clocks event reasons are the name of the reason with the prefix `_REASON`.
 _CLOCK, _LIMIT, _CELSIUS, _BUSY, _REASON = "sm_clock_hz", "power_limit_w", "temperature_c", "utilization", "reason "
 
 MAX_EVENTS = 8  # maximum number of events per kind and window; further verdicts are only counted
@@ -71,11 +71,11 @@ NO_REASON = Reason(UNKNOWN)
 class ReadingSums(Struct):
     """One reading of a slow rank and of its peers: sums over windows of the value times the weight of the window."""
 
-    weight: float = 0.0
+    weight: float = 0.0  # the weight of a window is the time with a reading of the slow rank
     own: float = 0.0
-    peers: float = 0.0
-    node_weight: float = 0.0  # windows in which other devices of the node have this reading
-    node: float = 0.0
+    peers: float = 0.0  # of the median of the peers
+    node_weight: float = 0.0  # of the windows in which other devices of the node have this reading
+    node: float = 0.0  # of the median of these devices
 
     @property
     def means(self) -> tuple[float, float]:
@@ -119,7 +119,7 @@ class ComparedReadings(dict[str, ReadingSums]):
     def reason(self, is_gpu: bool = True, slowdown: float = 0.0) -> Reason:
         """Return the differences between a slow rank's device and other devices, or `NO_REASON`.
 
-        A GPU is idle while its host is slow.  The slowdown is the time over that of the peers, minus one.
+        If nothing else differs, an idle GPU shows a slow host.  The slowdown is the time over the peers', minus one.
         """
         differences = {CLOCK: self._clock_text(), THROTTLED: self._throttle_texts(), POWER_LIMIT: self._limit_text()}
         kinds = tuple(kind for kind, texts in differences.items() if texts)
@@ -186,8 +186,8 @@ def mean_power_w(window: DeviceWindow) -> float | None:
 
 def _utilization(window: DeviceWindow) -> float | None:
     wall = window.wall
-    covered = wall.utilization_seconds is not None and wall.utilization_covered_s > 0
-    return wall.utilization_seconds / wall.utilization_covered_s if covered else None  # type: ignore[operator]
+    is_measured = wall.utilization_seconds is not None and wall.utilization_covered_s > 0
+    return wall.utilization_seconds / wall.utilization_covered_s if is_measured else None  # type: ignore[operator]
 
 
 def _throttled_share(window: DeviceWindow, reason: str) -> float | None:
@@ -196,8 +196,9 @@ def _throttled_share(window: DeviceWindow, reason: str) -> float | None:
     return window.throttled_s.get(reason, 0.0) / window.throttle_covered_s
 
 
-def _median(windows: Sequence[DeviceWindow], reading: Callable[..., float | None], *names: str) -> float | None:
-    values = [value for window in windows[:MAX_PEERS] if (value := reading(window, *names)) is not None]
+def _median(windows: Sequence[DeviceWindow], reading_of: Callable[..., float | None], *names: str) -> float | None:
+    """Return the median of ``reading_of(window, *names)`` over windows that have this reading."""
+    values = [value for window in windows[:MAX_PEERS] if (value := reading_of(window, *names)) is not None]
     return statistics.median(values) if values else None
 
 
@@ -207,9 +208,9 @@ class Reasons:
     def __init__(self, peers: PeerGroups) -> None:
         self._peers = peers
         self._readings: dict[Unit, ComparedReadings] = {}
-        self._rows: dict[int, RankReport] = {}
-        self._named: Collection[int] = ()
-        self._windows: dict[str, list[DeviceWindow]] = {}  # of peers, by group or host
+        self._rows: dict[int, RankReport] = {}  # reports of the current window by rank
+        self._named: Collection[int] = ()  # ranks with a verdict
+        self._windows: dict[str, list[DeviceWindow]] = {}  # cache of `_peer_windows` in the current window, by name
 
     def begin_window(self, rows: Sequence[RankReport], units: Collection[Unit]) -> None:
         """Begin a window; the ranks of all verdicts, ``units``, are not compared with a slow rank."""
@@ -218,22 +219,22 @@ class Reasons:
         self._named = {rank for unit in units for rank in unit}
         for unit in units:
             if unit not in self._readings and len(self._readings) >= MAX_COMPARED:
-                over = next((other for other in self._readings if other not in units), None)
-                if over is None:
+                recovered = next((other for other in self._readings if other not in units), None)
+                if recovered is None:
                     break
-                del self._readings[over]
+                del self._readings[recovered]
             self._readings.setdefault(unit, ComparedReadings())
 
     def add_readings_and_explain(self, verdict: StragglerVerdict, slow: Slow) -> Reason | None:
         """Add the window's readings of a slow rank; return its reason, or ``None`` if there are no readings so far."""
         if verdict.evidence == DATA_WAIT:
-            own_s, them = slow.peers_s + slow.excess_s, "its peer" if verdict.peers == 1 else "peers"
-            return Reason(f"data wait {1e3 * own_s:,.1f} ms per iteration, {them} {1e3 * slow.peers_s:,.1f} ms")
+            own_s, peers = slow.peers_s + slow.excess_s, "its peer" if verdict.peers == 1 else "peers"
+            return Reason(f"data wait {1e3 * own_s:,.1f} ms per iteration, {peers} {1e3 * slow.peers_s:,.1f} ms")
         readings = self._readings.get(verdict.ranks)
         row = self._rows.get(verdict.ranks[0])
         if readings is None or len(verdict.ranks) > 1:
             return None
-        peer = self._peers.known[verdict.ranks[0]]
+        peer = self._peers.by_rank[verdict.ranks[0]]
         own = _device_window(row, peer.device) if row is not None else None
         if own is not None:
             in_group = self._peer_windows(f"group {peer.group}", self._peers.groups[peer.group])
@@ -243,27 +244,27 @@ class Reasons:
         return readings.reason(peer.is_gpu, verdict.slowdown) if readings else None
 
     def _peer_windows(self, name: str, ranks: Iterable[int]) -> list[DeviceWindow]:
-        """Return the device windows of at most about `MAX_PEERS` ranks without a verdict."""
+        """Return the device windows of at most about `MAX_PEERS` of these ranks, without ranks that have a verdict."""
         if name not in self._windows:
             chosen = [self._rows[rank] for rank in sorted(ranks) if rank in self._rows and rank not in self._named]
             chosen = chosen[:: max(len(chosen) // MAX_PEERS, 1)]
-            windows = (_device_window(row, self._peers.known[row.rank].device) for row in chosen)
+            windows = (_device_window(row, self._peers.by_rank[row.rank].device) for row in chosen)
             self._windows[name] = [window for window in windows if window is not None]
         return self._windows[name]
 
 
 def mean_waiting_w(peers: PeerGroups, rows: Sequence[RankReport], named: Collection[int]) -> float | None:
     """Return the mean power of a waiting rank in watts, with each device once; ``None`` if a device is not measured."""
-    powers: dict[str, float | None] = {}
+    watts_by_device: dict[str, float | None] = {}
     waiting = [row for row in rows if row.rank not in named]
     waiting = waiting[:: max(len(waiting) // MAX_POWERS, 1)]
     for row in waiting:
-        device = peers.known[row.rank].device
-        if device not in powers:
+        device = peers.by_rank[row.rank].device
+        if device not in watts_by_device:
             window = _device_window(row, device)
-            powers[device] = mean_power_w(window) if window is not None else None
-    watts = [power for power in powers.values() if power is not None]
-    return sum(watts) / len(waiting) if watts and len(watts) == len(powers) else None
+            watts_by_device[device] = mean_power_w(window) if window is not None else None
+    watts = [device_w for device_w in watts_by_device.values() if device_w is not None]
+    return sum(watts) / len(waiting) if watts and len(watts) == len(watts_by_device) else None
 
 
 def _device_window(row: RankReport, key: str) -> DeviceWindow | None:
@@ -278,46 +279,48 @@ def events_of(
     has_gpus: bool,
     time_s: float,
 ) -> list[Event]:
-    """Return the events of verdicts, of the kind ``straggler`` or ``recovered``.
+    """Return the events of verdicts, of the kind ``straggler`` or ``recovered``; a whole node has one event.
 
     All ranks with a current verdict are ``named``.  If the job ``has_gpus``, the cost is in GPU-seconds.
     """
-    left, events = {verdict.ranks: verdict for verdict in verdicts}, []
+    by_unit, events = {verdict.ranks: verdict for verdict in verdicts}, []  # verdicts without an event so far
     for host in sorted({verdict.host for verdict in verdicts} - {""}):
         mates = sorted(hosts[host])
-        of_node = [left[rank,] for rank in mates if (rank,) in left]
-        is_whole = len(of_node) == len(mates) or (kind != "recovered" and set(mates) <= set(named))
-        if of_node and is_whole and len(mates) > 1:
-            who = f"node {host} (all of its ranks: {ranks_text(mates)})"
-            events.append(Event(time_s, kind, _event_text(kind, who, of_node, has_gpus)))
-            left = {ranks: verdict for ranks, verdict in left.items() if verdict.host != host}
-    for ranks, verdict in list(left.items())[:MAX_EVENTS]:
+        of_node = [by_unit[rank,] for rank in mates if (rank,) in by_unit]
+        is_whole_node = len(of_node) == len(mates) or (kind != "recovered" and set(mates) <= set(named))
+        if of_node and is_whole_node and len(mates) > 1:
+            name = f"node {host} (all of its ranks: {ranks_text(mates)})"
+            events.append(Event(time_s, kind, _event_text(kind, name, of_node, has_gpus)))
+            by_unit = {unit: verdict for unit, verdict in by_unit.items() if verdict.host != host}
+    for unit, verdict in list(by_unit.items())[:MAX_EVENTS]:
         text = _event_text(kind, _ranks_name(verdict), [verdict], has_gpus)
-        events.append(Event(time_s, kind, text, ranks[0] if len(ranks) == 1 else None))
-    if len(left) > MAX_EVENTS:
-        text = f"{kind}: {len(left) - MAX_EVENTS} more; the costliest stragglers are in summary.json"
+        events.append(Event(time_s, kind, text, unit[0] if len(unit) == 1 else None))
+    if len(by_unit) > MAX_EVENTS:
+        text = f"{kind}: {len(by_unit) - MAX_EVENTS} more; the costliest stragglers are in summary.json"
         events.append(Event(time_s, kind, text))
     return events
 
 
 def _ranks_name(verdict: StragglerVerdict) -> str:
-    where = ", ".join(filter(None, (f"node {verdict.host}" if verdict.host else "", verdict.device)))
+    host_and_device = ", ".join(filter(None, (f"node {verdict.host}" if verdict.host else "", verdict.device)))
     if len(verdict.ranks) == 1:
-        return f"rank {verdict.ranks[0]} ({where})"
-    return f"one of ranks {ranks_text(verdict.ranks)}, which wait for each other{f' ({where})' if where else ''},"
+        return f"rank {verdict.ranks[0]} ({host_and_device})"
+    in_brackets = f" ({host_and_device})" if host_and_device else ""
+    return f"one of ranks {ranks_text(verdict.ranks)}, which wait for each other{in_brackets},"
 
 
-def _event_text(kind: str, who: str, verdicts: Sequence[StragglerVerdict], has_gpus: bool) -> str:
-    seconds = sum(verdict.gpu_seconds for verdict in verdicts)
-    joules = None if any(one.joules is None for one in verdicts) else sum(one.joules or 0.0 for one in verdicts)
-    shown = f"{seconds:,.0f}" if seconds >= 100 else f"{seconds:.2g}"
-    cost = f"cost {shown} {'GPU-s' if has_gpus else 'rank-s'}"
+def _event_text(kind: str, name: str, verdicts: Sequence[StragglerVerdict], has_gpus: bool) -> str:
+    """Return the text of an event about the ranks with this name and these verdicts."""
+    seconds, parts_j = sum(verdict.gpu_seconds for verdict in verdicts), [verdict.joules for verdict in verdicts]
+    joules = None if None in parts_j else sum(part_j or 0.0 for part_j in parts_j)
+    seconds_text = f"{seconds:,.0f}" if seconds >= 100 else f"{seconds:.2g}"
+    cost = f"cost {seconds_text} {'GPU-s' if has_gpus else 'rank-s'}"
     cost += f", {energy_amount(joules)}" if joules is not None else ""
     if kind == "recovered":
-        return f"recovered: {who} no longer delays its peers; {cost}"
+        return f"recovered: {name} no longer delays its peers; {cost}"
     worst = max(verdicts, key=lambda verdict: verdict.slowdown)
-    others = worst.peers + 1 - len(verdicts)
-    peers = f"{others} peers" if others > 1 else "peer"
+    num_peers = worst.peers + 1 - len(verdicts)  # of a whole node, its ranks are no peers
+    peers = f"{num_peers} peers" if num_peers > 1 else "peer"
     reasons = [verdict.why for verdict in verdicts if verdict.why != UNKNOWN]
     why = max(reasons, key=reasons.count) if reasons else f"reason {UNKNOWN}"
     percent = f"{100 * worst.slowdown:.1f} %"
@@ -327,7 +330,7 @@ def _event_text(kind: str, who: str, verdicts: Sequence[StragglerVerdict], has_g
     since = min(verdict.since_iteration for verdict in verdicts)
     shares = [verdict.last_share for verdict in verdicts if verdict.last_share is not None]
     last = f", last in {100 * sum(shares):.0f} % of the iterations" if shares else ""
-    return f"straggler: {who} {what} since iteration {since}{last}: {why}; {cost}"
+    return f"straggler: {name} {what} since iteration {since}{last}: {why}; {cost}"
 
 
 def ranks_text(ranks: Sequence[int]) -> str:
@@ -336,10 +339,10 @@ def ranks_text(ranks: Sequence[int]) -> str:
     >>> ranks_text((1, 2, 3, 7))
     '1-3, 7'
     """
-    runs: list[list[int]] = []
+    ranges: list[list[int]] = []  # first and last rank
     for rank in ranks:
-        if runs and rank == runs[-1][1] + 1:
-            runs[-1][1] = rank
+        if ranges and rank == ranges[-1][1] + 1:
+            ranges[-1][1] = rank
         else:
-            runs.append([rank, rank])
-    return ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in runs)
+            ranges.append([rank, rank])
+    return ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in ranges)

@@ -51,17 +51,17 @@ class Straggling(NamedTuple):
 
 
 class _Named(Struct):
-    verdict: StragglerVerdict
+    verdict: StragglerVerdict  # current
     slow: dict[int, Slow]  # its slow ranks
     last: float = 0.0  # number of iterations in which one of its ranks was the last one
-    iterations: float = 0.0
+    iterations: float = 0.0  # number of iterations with own times since the verdict
 
 
 class _Window(NamedTuple):
     number: int
     shown: int  # displayed number of the last iteration
     iterations: int
-    ranks: int
+    num_ranks: int
     time_s: float  # of the iterations of a rank
 
 
@@ -72,10 +72,10 @@ class Stragglers:
         self._totals, self.waits = totals, CountedWaits(last_ranks)
         self.peers = PeerGroups()
         self._comparisons: dict[tuple[str, str], RankComparison] = {}  # by group and evidence
-        self._named: dict[Unit, _Named] = {}
-        self._pending: dict[int, tuple[IterationMatrix, Sequence[RankReport]]] = {}
+        self._named: dict[Unit, _Named] = {}  # current verdicts
+        self._pending: dict[int, tuple[Sequence[RankReport], IterationMatrix]] = {}  # by number: windows to judge later
         self._reasons = Reasons(self.peers)
-        self._earlier: deque[_Window] = deque(maxlen=MAX_WINDOWS)
+        self._earlier: deque[_Window] = deque(maxlen=MAX_WINDOWS)  # judged windows
 
     @property
     def verdicts(self) -> tuple[StragglerVerdict, ...]:
@@ -90,10 +90,10 @@ class Stragglers:
     def judge_window(
         self, rows: Sequence[RankReport], matrix: IterationMatrix | None, lost: Sequence[LostTime] = ()
     ) -> Straggling:
-        """Judge the next window; windows come in order, and wait until ``lost`` has their long iterations."""
+        """Judge windows: this one, or earlier ones that wait until ``lost`` has their long iterations; in order."""
         worked, straggling = self.peers.reports_with_iterations(rows), Straggling()
         if matrix is not None and len(worked) == len(rows) > 1:
-            self._pending[matrix.window] = matrix, worked
+            self._pending[matrix.window] = worked, matrix
             if len(self._pending) > MAX_PENDING:
                 del self._pending[min(self._pending)]
             straggling = Straggling(0.0 if (matrix.own is not None and self.peers.has_peers) or self._named else None)
@@ -101,8 +101,7 @@ class Stragglers:
             straggling = self._judge(worked, None, ())
         for loss in lost:
             if loss.is_long and loss.window in self._pending:
-                earlier, of_window = self._pending.pop(loss.window)
-                more = self._judge(of_window, earlier, loss.is_long)
+                more = self._judge(*self._pending.pop(loss.window), loss.is_long)
                 straggling = more._replace(
                     rank_seconds=straggling.rank_seconds + more.rank_seconds,
                     joules=_known_sum(straggling.joules, more.joules, not straggling.rank_seconds),
@@ -112,6 +111,7 @@ class Stragglers:
         return straggling
 
     def _judge(self, rows: Sequence[RankReport], matrix: IterationMatrix | None, is_long: Sequence[bool]) -> Straggling:
+        """Update the verdicts by a window, whose iterations ``is_long`` describes, and count its waits."""
         own = by_window(rows, is_on_device=True)
         if own is None and matrix is not None:
             own = by_iteration(matrix, is_long)
@@ -124,19 +124,18 @@ class Stragglers:
         }
         slow[PROFILE] = [profiled for profiled in slow.get(PROFILE, ()) if _is_usual(profiled, self._earlier)]
         cleared = self._clear_recovered()
-        fresh = self._name_slow_ranks(slow)
+        new_units = self._name_slow_ranks(slow)
         self._update_slowdowns()
-        straggling = self._count_waits(rows, own, fresh)
+        straggling = self._count_waits(rows, own, new_units)
         if profiles is not None:
             groups = list(self.peers.places_by_group(profiles.ranks).values())
             self.waits.count_profiles(profiles, own, rows, groups, self.named_ranks, any(is_long))
-        self._count_data(rows, matrix, fresh)
+        self._count_data(rows, matrix, new_units)
         named, hosts = self.named_ranks, self.peers.hosts
-        has_gpus, time_s = self.peers.known[rows[0].rank].is_gpu, rows[-1].end_time_s
-        recovered = [entry.verdict for entry in cleared.values()]
+        has_gpus, time_s = self.peers.by_rank[rows[0].rank].is_gpu, rows[-1].end_time_s
         events = [
-            *events_of("recovered", recovered, named, hosts, has_gpus, time_s),
-            *events_of("straggler", [self._named[unit].verdict for unit in fresh], named, hosts, has_gpus, time_s),
+            *events_of("recovered", cleared, named, hosts, has_gpus, time_s),
+            *events_of("straggler", [self._named[unit].verdict for unit in new_units], named, hosts, has_gpus, time_s),
         ]
         is_known = (own is not None and self.peers.has_peers) or bool(self._named)
         return straggling._replace(
@@ -148,6 +147,7 @@ class Stragglers:
     # --- verdicts ---
 
     def _slow_ranks(self, evidence: str, times: Times) -> list[Slow]:
+        """Add times to the comparisons; return the ranks that are slow now, of all groups."""
         slow: list[Slow] = []
         for group, places in self.peers.places_by_group(times.ranks).items():
             key = group, evidence
@@ -160,42 +160,43 @@ class Stragglers:
         return slow
 
     def _comparison(self, rank: int, evidence: str) -> RankComparison:
-        return self._comparisons[self.peers.known[rank].group, evidence]
+        return self._comparisons[self.peers.by_rank[rank].group, evidence]
 
     def _name_slow_ranks(self, slow: Mapping[str, Sequence[Slow]]) -> list[Unit]:
-        """Name slow ranks; return the newly named ones.
+        """Give new verdicts to slow ranks, by evidence; return their units: a unit is the ranks of one verdict.
 
         Ranks of one replica wait for each other before the sync point, so their own times are long together: all ranks
         of the replica share one verdict, unless a profile or a wait for data identifies the slow rank.
         """
-        fresh = []
+        new_units = []
         for evidence, candidates in slow.items():
             units: dict[Unit, dict[int, Slow]] = {}
             for candidate in self._with_slow_nodes(candidates, evidence):
-                together = self.peers.replica_ranks(candidate.rank) if evidence == OWN_TIME else {candidate.rank}
-                units.setdefault(tuple(sorted(together)), {})[candidate.rank] = candidate
-            taken = self.named_ranks
-            for unit, ranks in units.items():
-                if not any(taken & self.peers.replica_ranks(rank) for rank in unit):
-                    group = self.peers.groups[self.peers.known[min(ranks)].group]
-                    verdict = _new_verdict(self.peers.known, unit, ranks, evidence, len(group) - 1)
-                    self._named[unit] = _Named(verdict, ranks)
-                    fresh.append(unit)
-        return fresh
+                ranks = self.peers.replica_ranks(candidate.rank) if evidence == OWN_TIME else {candidate.rank}
+                units.setdefault(tuple(sorted(ranks)), {})[candidate.rank] = candidate
+            already_named = self.named_ranks
+            for unit, by_rank in units.items():
+                if not any(already_named & self.peers.replica_ranks(rank) for rank in unit):
+                    group = self.peers.groups[self.peers.by_rank[min(by_rank)].group]
+                    verdict = _new_verdict(self.peers.by_rank, unit, by_rank, evidence, len(group) - 1)
+                    self._named[unit] = _Named(verdict, by_rank)
+                    new_units.append(unit)
+        return new_units
 
     def _with_slow_nodes(self, slow: Sequence[Slow], evidence: str) -> list[Slow]:
-        """Return the slow ranks, and the other ranks of a node on which the mean excess of all ranks is large.
+        """Return the slow ranks, and the other ranks of their nodes, if the mean excess of all of these is large.
 
         One rank may be slow by chance, but not all ranks of a node.
         """
         by_rank = {candidate.rank: candidate for candidate in slow}
         for candidate in slow:
-            peer = self.peers.known[candidate.rank]
+            peer = self.peers.by_rank[candidate.rank]
             mates = self.peers.hosts[peer.host] & self.peers.groups[peer.group]
             comparison = self._comparison(candidate.rank, evidence)
-            now = [comparison.now(rank, candidate.level, candidate.since) for rank in sorted(mates - by_rank.keys())]
-            if all(mate is not None and comparison.excess_share(mate) >= SLOW for mate in now):
-                by_rank |= {mate.rank: mate for mate in now if mate is not None}
+            others = sorted(mates - by_rank.keys())
+            excess = [comparison.excess_now(rank, candidate.level, candidate.since) for rank in others]
+            if all(mate is not None and comparison.excess_share(mate) >= SLOW for mate in excess):
+                by_rank |= {mate.rank: mate for mate in excess if mate is not None}
         return list(by_rank.values())
 
     def _update_slowdowns(self) -> None:
@@ -203,33 +204,31 @@ class Stragglers:
         for named in self._named.values():
             evidence = named.verdict.evidence
             for rank, slow in named.slow.items():
-                now = self._comparison(rank, evidence).now(rank, slow.level, slow.since)
-                named.slow[rank] = now or slow
-            worst = max(named.slow.values(), key=lambda slow: slow.excess_s)
-            named.verdict = replace(named.verdict, slowdown=_slowdown(worst, evidence))
+                named.slow[rank] = self._comparison(rank, evidence).excess_now(rank, slow.level, slow.since) or slow
+            named.verdict = replace(named.verdict, slowdown=_slowdown(_worst(named.slow), evidence))
 
-    def _clear_recovered(self) -> dict[Unit, _Named]:
+    def _clear_recovered(self) -> list[StragglerVerdict]:
         """Remove and return the verdicts on ranks that are no longer slow."""
-        cleared = {}
-        for unit, named in self._named.items():
-            evidence = named.verdict.evidence
-            if all(self._comparison(rank, evidence).has_recovered(rank, one.level) for rank, one in named.slow.items()):
-                cleared[unit] = named
-        for unit, named in cleared.items():
+        cleared = []
+        for named in self._named.values():
+            evidence, slow_ranks = named.verdict.evidence, named.slow.items()
+            if all(self._comparison(rank, evidence).has_recovered(rank, slow.level) for rank, slow in slow_ranks):
+                cleared.append(named)
+        for named in cleared:
             for rank in named.slow:
                 self._comparison(rank, named.verdict.evidence).forget((rank,))
-            del self._named[unit]
-        return cleared
+            del self._named[named.verdict.ranks]
+        return [named.verdict for named in cleared]
 
     # --- cost ---
 
-    def _count_waits(self, rows: Sequence[RankReport], own: Times | None, fresh: Sequence[Unit]) -> Straggling:
+    def _count_waits(self, rows: Sequence[RankReport], own: Times | None, new_units: Sequence[Unit]) -> Straggling:
         """Record the waits of this window, and the waits for newly named ranks in earlier windows."""
         lost: list[LostTime] = []
         seconds = bound_s = 0.0
         if own is not None:
             slow = {rank for unit in self._named_for(OWN_TIME) for rank in unit}
-            since = min((self._named[unit].verdict.since_iteration for unit in fresh), default=None)
+            since = min((self._named[unit].verdict.since_iteration for unit in new_units), default=None)
             groups = list(self.peers.places_by_group(own.ranks).values())
             lost, seconds, bound_s = self.waits.count(own, groups, len(rows), slow, since)
             for unit, named in self._named.items():
@@ -243,12 +242,11 @@ class Stragglers:
             more_s, seconds = profiled_s - seconds, profiled_s
             straggling_s, bound_s = straggling_s + more_s, bound_s + more_s
             lost.append(LostTime(rows[0].window, straggling_s=more_s * len(rows)))
-        of_profiles = self._named_for(PROFILE)
-        lost += (
-            before := list(_waits_before([of_profiles[unit] for unit in fresh if unit in of_profiles], self._earlier))
-        )
-        before_s = sum(loss.straggling_s for loss in before) / len(rows)
-        straggling_s, bound_s = straggling_s + before_s, bound_s + before_s
+        newly_named = [named for unit, named in self._named_for(PROFILE).items() if unit in new_units]
+        earlier_lost = list(_earlier_waits(newly_named, self._earlier))
+        lost += earlier_lost
+        earlier_s = sum(loss.straggling_s for loss in earlier_lost) / len(rows)
+        straggling_s, bound_s = straggling_s + earlier_s, bound_s + earlier_s
         row = rows[0]
         self._earlier.append(_Window(row.window, row.iteration_shown, row.iterations, len(rows), row.time_s))
         rank_seconds, joules = self._divide(rows, straggling_s, max(bound_s, straggling_s))
@@ -256,79 +254,70 @@ class Stragglers:
 
     def _profiled_excess_s(self, slow: Slow) -> float:
         """Return the excess of a slow rank in profiled iterations; 0 if it is not known."""
-        comparison = self._comparisons.get((self.peers.known[slow.rank].group, PROFILE))
-        profiled = comparison.now(slow.rank, 0, slow.since, NUM_BLOCKS[0]) if comparison is not None else None
+        comparison = self._comparisons.get((self.peers.by_rank[slow.rank].group, PROFILE))
+        profiled = comparison.excess_now(slow.rank, 0, slow.since, NUM_BLOCKS[0]) if comparison is not None else None
         return profiled.excess_s if profiled is not None and _is_usual(profiled, self._earlier) else 0.0
 
-    def _count_data(self, rows: Sequence[RankReport], matrix: IterationMatrix | None, fresh: Sequence[Unit]) -> None:
-        """Record the waits for ranks that wait longer for data; of earlier windows, by their mean waits."""
+    def _count_data(self, rows: Sequence[RankReport], matrix: IterationMatrix | None, units: Sequence[Unit]) -> None:
+        """Record the waits for ranks that wait longer for data; for new ``units``, also earlier ones, by mean waits."""
         for unit, named in self._named_for(DATA_WAIT).items():
             (slow,) = named.slow.values()
-            before = max(rows[0].iteration_shown - rows[0].iterations + 1 - slow.since, 0) if unit in fresh else 0
-            seconds = slow.excess_s * (before + rows[0].iterations)
+            first_shown = rows[0].iteration_shown - rows[0].iterations + 1
+            num_earlier = max(first_shown - slow.since, 0) if unit in units else 0  # slow iterations before this window
+            seconds = slow.excess_s * (num_earlier + rows[0].iterations)
             if matrix is not None:
-                removed = np.array([place for place, row in enumerate(matrix.rows) if row.rank in unit], np.intp)
-                seconds = slow.excess_s * before + float(matrix.lost_to_data(removed) @ matrix.weights)
+                places = np.array([place for place, row in enumerate(matrix.rows) if row.rank in unit], np.intp)
+                seconds = slow.excess_s * num_earlier + float(matrix.lost_to_data(places) @ matrix.weights)
             reason = self._reasons.add_readings_and_explain(named.verdict, slow)
             assert reason is not None
             named.verdict = replace(named.verdict, why=reason.text)
-            self._add_cost(
-                unit,
-                has_reason=True,
-                joules=None,
-                gpu_seconds=seconds * (len(rows) - 1),
-                own_seconds=seconds,
-                max_seconds=seconds * len(rows),
-            )
+            costs = {"gpu_seconds": seconds * (len(rows) - 1), "own_seconds": seconds}
+            self._add_cost(unit, has_reason=True, joules=None, max_seconds=seconds * len(rows), **costs)
 
     def _named_for(self, evidence: str) -> dict[Unit, _Named]:
         return {unit: named for unit, named in self._named.items() if named.verdict.evidence == evidence}
 
     def _divide(self, rows: Sequence[RankReport], straggling_s: float, bound_s: float) -> tuple[float, float | None]:
-        """Divide the waits among the verdicts, in proportion to their excess; return the rank-seconds and joules."""
+        """Divide the waits among verdicts by their excess; return the sum of the other ranks' waits, and its joules."""
         for_work = self._named_for(OWN_TIME) | self._named_for(PROFILE)
-        excess = {unit: max(max(one.excess_s for one in named.slow.values()), 0.0) for unit, named in for_work.items()}
-        num_named = sum(map(len, excess))
-        others, whole_s = max(len(rows) - num_named, 0), sum(excess.values())
-        power = mean_waiting_w(self.peers, rows, self.named_ranks) if for_work else None
+        excess_s = {unit: max(_worst(named.slow).excess_s, 0.0) for unit, named in for_work.items()}
+        num_named = sum(map(len, excess_s))
+        num_others, total_s = max(len(rows) - num_named, 0), sum(excess_s.values())
+        watts = mean_waiting_w(self.peers, rows, self.named_ranks) if for_work else None
         self._reasons.begin_window(rows, self._named)
         for unit, named in for_work.items():
-            share = excess[unit] / whole_s if whole_s else 0.0
+            share = excess_s[unit] / total_s if total_s else 0.0
             reason = self._reasons.add_readings_and_explain(named.verdict, next(iter(named.slow.values())))
             if reason is not None:
                 named.verdict = replace(named.verdict, why=reason.text, differences=reason.kinds)
-            waits_s = share * straggling_s * others
-            self._add_cost(
-                unit,
-                reason is not None,
-                gpu_seconds=waits_s,
-                own_seconds=share * straggling_s * num_named,
-                max_seconds=share * bound_s * (others + num_named),
-                joules=None if power is None else waits_s * power,
-            )
-        rank_seconds = straggling_s * others if excess else 0.0
-        return rank_seconds, None if power is None else rank_seconds * power
+            waits_s = share * straggling_s * num_others
+            joules = None if watts is None else waits_s * watts
+            own_s, max_s = share * straggling_s * num_named, share * bound_s * (num_others + num_named)
+            self._add_cost(unit, reason is not None, joules, gpu_seconds=waits_s, own_seconds=own_s, max_seconds=max_s)
+        rank_seconds = straggling_s * num_others if excess_s else 0.0
+        return rank_seconds, None if watts is None else rank_seconds * watts
 
     def _add_cost(self, unit: Unit, has_reason: bool, joules: float | None, **seconds: float) -> None:
+        """Add costs, ``seconds`` by their names in `_SECONDS`, to a verdict and to the total of its ranks."""
         named = self._named[unit]
-        last = named.last / named.iterations if named.iterations else None
-        named.verdict = _with_cost(replace(named.verdict, last_share=last), joules, seconds)
+        last_share = named.last / named.iterations if named.iterations else None
+        named.verdict = _with_cost(replace(named.verdict, last_share=last_share), joules, seconds)
         _add_to_total(self._totals, named.verdict, has_reason, joules, seconds)
 
 
-def _waits_before(fresh: Iterable[_Named], windows: Sequence[_Window]) -> Iterator[LostTime]:
+def _earlier_waits(newly_named: Iterable[_Named], windows: Sequence[_Window]) -> Iterator[LostTime]:
     """Yield the waits in earlier windows for ranks that profiles name now."""
-    slow = [candidate for named in fresh for candidate in named.slow.values()]
+    slow = [candidate for named in newly_named for candidate in named.slow.values()]
     for window in windows if slow else ():
         excess_s = max((candidate.excess_s for candidate in slow if window.shown >= candidate.since), default=0.0)
-        yield LostTime(window.number, straggling_s=excess_s * window.iterations * window.ranks)
+        yield LostTime(window.number, straggling_s=excess_s * window.iterations * window.num_ranks)
 
 
 def _is_usual(profiled: Slow, windows: Sequence[_Window]) -> bool:
-    """Whether profiles do not hit only the long iterations: slow iterations may have the period of the profiles."""
+    """Whether profiled iterations last about as long as all others: long ones may have the period of the profiles."""
     since = [window for window in windows if window.shown >= profiled.since]
-    usual_s = sum(window.time_s for window in since)
-    return profiled.iteration_s * sum(window.iterations for window in since) <= UNLIKE * usual_s
+    total_s, iterations = sum(window.time_s for window in since), sum(window.iterations for window in since)
+    return profiled.iteration_s * iterations <= UNLIKE * total_s
 
 
 def _slowest(named_units: Mapping[Unit, _Named]) -> Straggler | None:
@@ -348,9 +337,9 @@ def _add_to_total(
     """Add the costs of one window to the total of all verdicts on the same ranks."""
     key = ",".join(map(str, verdict.ranks))
     total = totals.get(key) or replace(verdict, **dict.fromkeys(_SECONDS, 0.0), joules=None)
-    reason, before = verdict if has_reason else total, {name: getattr(total, name) for name in (*_SECONDS, "joules")}
-    kept = replace(verdict, since_iteration=total.since_iteration, why=reason.why, differences=reason.differences)
-    totals[key] = _with_cost(replace(kept, **before), joules, seconds)
+    costs, reason = {name: getattr(total, name) for name in (*_SECONDS, "joules")}, verdict if has_reason else total
+    newest = replace(verdict, since_iteration=total.since_iteration, why=reason.why, differences=reason.differences)
+    totals[key] = _with_cost(replace(newest, **costs), joules, seconds)
     if len(totals) > MAX_KEPT:
         del totals[min(totals, key=lambda ranks: totals[ranks].gpu_seconds)]
 
@@ -358,7 +347,7 @@ def _add_to_total(
 def _new_verdict(
     by_rank: Mapping[int, Peer], unit: Unit, slow: Mapping[int, Slow], evidence: str, peers: int
 ) -> StragglerVerdict:
-    worst = max(slow.values(), key=lambda candidate: candidate.excess_s)
+    worst = _worst(slow)
     hosts = {by_rank[rank].host for rank in unit}
     return StragglerVerdict(
         ranks=unit,
@@ -369,6 +358,10 @@ def _new_verdict(
         peers=peers,
         evidence=evidence,
     )
+
+
+def _worst(slow: Mapping[int, Slow]) -> Slow:
+    return max(slow.values(), key=lambda candidate: candidate.excess_s)
 
 
 def _slowdown(slow: Slow, evidence: str) -> float:
