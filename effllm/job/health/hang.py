@@ -18,13 +18,15 @@ from effllm.records.rank import RankReport
 from effllm.records.wire import Heartbeat, Hello
 
 STALL_S = 30.0  # timeout of progress: this time or ITERATIONS median iterations, the longer of the two
-ITERATIONS = 3
+ITERATIONS = 3  # multiple of the median iteration
 #: Timeout of a marked phase: 20 times `STALL_S` (10 minutes) or 10 times the longest such phase, the longer of the two.
 PHASE_STALLS, PHASE_TIMES = 20, 10
 #: Timeout of the first iteration: 60 times `STALL_S` (30 minutes); until then ranks load, compile and connect.
 STARTUP_STALLS = 60
 BEATS = 6  # heartbeats of an agent per STALL_S
 CHECKS = 15  # checks for a stall per STALL_S
+NUM_WINDOWS, NUM_DURATIONS = 16, 33  # newest ones, of which the median iteration is taken
+IDLE, BUSY = 0.1, 0.5  # an idle rank has a lower utilization, a busy rank a higher one
 
 STARTUP, BETWEEN, STEP = ring.STATE_NAMES[ring.STARTUP], ring.STATE_NAMES[ring.BETWEEN], ring.STATE_NAMES[ring.STEP]
 FINISHED = ring.STATE_NAMES[ring.FINISHED]
@@ -43,13 +45,14 @@ class RankPosition(Struct):
     process: str = ""  # state of the trainer's process in /proc
     since_s: float = 0.0  # time at which the rank reached this position
     seen_s: float = 0.0  # time of the last heartbeat with this position
-    beat_s: float = 0.0  # seconds at this position by the agent's clock
-    joined_s: float = 0.0
+    beat_s: float = 0.0  # seconds at this position by the agent's clock, in the last heartbeat
+    joined_s: float = 0.0  # time of the HELLO
     utilization: float | None = None
     power_w: float | None = None
 
     @property
     def completed(self) -> int:
+        """Number of completed iterations."""
         return self.ordinal - 1 if self.state == STEP else self.ordinal
 
 
@@ -57,13 +60,13 @@ class Stall(NamedTuple):
     """Ranks that make no progress, the furthest behind first."""
 
     groups: Sequence[tuple[RankPosition, Sequence[int]]]  # ranks with the same position are a group
-    unmoved_s: float
+    unmoved_s: float  # seconds without progress so far
 
 
 class Resumed(NamedTuple):
     """End of a stall."""
 
-    unmoved_s: float
+    unmoved_s: float  # duration of the stall
 
 
 HangVerdict = Stall | Resumed
@@ -74,20 +77,20 @@ class Hang:
 
     Args:
         stall_s: seconds without progress before a stall is reported; long iterations have a longer timeout.
-        earlier_s: seconds per iteration in an earlier attempt; 0 if unknown.
+        earlier_iteration_s: seconds per iteration in an earlier attempt; 0 if unknown.
     """
 
-    def __init__(self, stall_s: float = STALL_S, earlier_s: float = 0.0) -> None:
+    def __init__(self, stall_s: float = STALL_S, earlier_iteration_s: float = 0.0) -> None:
         self._stall_s = stall_s
-        self._earlier_s = earlier_s
+        self._earlier_iteration_s = earlier_iteration_s
         self.ranks: dict[int, RankPosition] = {}
-        self._windows: dict[str, deque[tuple[int, float]]] = {}  # by role: windows and their seconds per iteration
+        self._windows: dict[str, deque[tuple[int, float]]] = {}  # by role: last windows, with seconds per iteration
         self._durations_s: dict[str, deque[float]] = {}  # by role: seconds per iteration before the first window
-        self._max_phase_s: dict[str, float] = {}  # by phase
+        self._max_phase_s: dict[str, float] = {}  # by phase: its longest duration in a window
         self._moved_s = 0.0  # time of the last progress of any rank
         self._next_check_s = 0.0
-        self.since_s: float | None = None  # start of the job's stall
-        self._resumed: list[Resumed] = []
+        self.since_s: float | None = None  # start of the job's current stall
+        self._resumed: list[Resumed] = []  # ends of stalls, for the next `check`
         self.stalled_s = 0.0  # total seconds of ended stalls
 
     # --- inputs ---
@@ -112,7 +115,7 @@ class Hang:
         if position is None:
             return
         if (beat.ordinal, beat.state) == (position.ordinal, position.state) and beat.since_s >= position.beat_s:
-            # A heartbeat may be late, never early.
+            # A heartbeat may be late, never early: so the earliest time is right.
             position.since_s = min(position.since_s, now_s - beat.since_s)
         else:
             since_s = now_s - beat.since_s  # this may be earlier than the HELLO
@@ -130,27 +133,29 @@ class Hang:
                 self._max_phase_s[name] = max(self._max_phase_s.get(name, 0.0), seconds)
         last = row.iteration_last
         if last >= row.iteration_first:
-            of_role = self._windows.get(position.role)
-            if of_role is None:  # `setdefault` would create a deque for each of ten thousand reports
-                of_role = self._windows[position.role] = deque(maxlen=16)
-            if not of_role or of_role[-1][0] < row.window:
-                of_role.append((row.window, row.time_s / row.iterations))
+            windows = self._windows.get(position.role)
+            if windows is None:  # `setdefault` would create a deque for each of ten thousand reports
+                windows = self._windows[position.role] = deque(maxlen=NUM_WINDOWS)
+            if not windows or windows[-1][0] < row.window:
+                windows.append((row.window, row.time_s / row.iterations))
         if last > position.ordinal - (position.state == STEP):  # `completed`, without a call for each of 10,000 reports
             # This was the position at the end of the window; no heartbeat has confirmed it.
             self._set_position(position, last, BETWEEN, now_s)
             position.beat_s = 0.0
 
     def _set_position(self, position: RankPosition, ordinal: int, state: str, since_s: float) -> None:
-        before, had_beaten, before_s = position.completed, bool(position.state), position.since_s
+        """Record that a rank has reached another position, which ends a stall, and the duration of its iterations."""
+        earlier_completed, had_position, earlier_s = position.completed, bool(position.state), position.since_s
         position.ordinal, position.state, position.since_s = ordinal, state, since_s
-        ended = position.completed - before
-        if ended > 0 and had_beaten:
-            if before == 0:
+        newly_completed = position.completed - earlier_completed
+        if newly_completed > 0 and had_position:
+            if earlier_completed == 0:
                 self._max_phase_s[STARTUP] = max(self._max_phase_s.get(STARTUP, 0.0), since_s - position.joined_s)
             if position.role not in self._windows:
                 # The first iteration is the longest; during the second iteration no other duration is known.
-                self._durations_s.setdefault(position.role, deque(maxlen=33)).append((since_s - before_s) / ended)
-        if state != FINISHED:
+                durations_s = self._durations_s.setdefault(position.role, deque(maxlen=NUM_DURATIONS))
+                durations_s.append((since_s - earlier_s) / newly_completed)
+        if state != FINISHED:  # the end of a rank's loop ends no stall of other ranks
             if since_s > self._moved_s:
                 self._moved_s = since_s
             self._end_stall(since_s)
@@ -167,8 +172,8 @@ class Hang:
         if now_s - self._moved_s < self._stall_s or now_s < self._next_check_s:
             return verdicts
         self._next_check_s = now_s + self._stall_s / CHECKS
-        here = {rank: position for rank, position in self.ranks.items() if rank not in lost}
-        active = {rank: position for rank, position in here.items() if position.state not in ("", FINISHED)}
+        alive = {rank: position for rank, position in self.ranks.items() if rank not in lost}
+        active = {rank: position for rank, position in alive.items() if position.state not in ("", FINISHED)}
         if not active:
             return verdicts
         timeouts_s: dict[tuple[str, ...], float | None] = {}  # by `_timeout_key`; 10,000 ranks have few keys
@@ -198,11 +203,8 @@ class Hang:
             return (position.role, STEP)
         if position.state == STARTUP or position.completed < 1:
             return (position.role, STARTUP)
-        if (
-            position.state == BETWEEN
-            and position.last_iteration is not None
-            and position.ordinal >= position.last_iteration
-        ):
+        is_last = position.last_iteration is not None and position.ordinal >= position.last_iteration
+        if position.state == BETWEEN and is_last:
             return (position.role, FINISHED)  # the rank may be saving the model
         return (position.role, position.state)
 
@@ -220,31 +222,29 @@ class Hang:
         if windows := self._windows.get(role):
             return statistics.median(seconds for _, seconds in windows)
         durations_s = self._durations_s.get(role)
-        return statistics.median(durations_s) if durations_s else self._earlier_s
+        return statistics.median(durations_s) if durations_s else self._earlier_iteration_s
 
-    def _end_stall(self, at_s: float) -> None:
-        """End a stall at the time of the first progress."""
+    def _end_stall(self, moved_s: float) -> None:
+        """End the current stall, if there is one, at the time of the first progress."""
         if self.since_s is not None:
-            unmoved_s = max(at_s - self.since_s, 0.0)
+            unmoved_s = max(moved_s - self.since_s, 0.0)
             self.stalled_s += unmoved_s
             self.since_s = None
             self._resumed.append(Resumed(unmoved_s))
 
 
-IDLE, BUSY = 0.1, 0.5  # an idle rank has a lower utilization, a busy rank a higher one
-
-
 def _by_position(active: Mapping[int, RankPosition]) -> list[tuple[RankPosition, list[int]]]:
-    """Return ranks by position, the furthest behind first; if all positions are equal, idle ranks come first."""
-    by_place: dict[tuple[int, bool, str, bool], list[int]] = {}
+    """Return ranks by position, the furthest behind first; if all positions are equal, a minority of idle ranks."""
+    groups: dict[tuple[int, bool, bool, str], list[int]] = {}
     for rank, position in active.items():
-        place = position.completed, position.state == STEP, position.state, position.process == STOPPED
-        by_place.setdefault(place, []).append(rank)
-    # Of the ranks in the same iteration, stopped ranks come first, because the other ranks wait for them.
-    order = sorted(by_place, key=lambda place: (*place[:2], not place[3], len(by_place[place])))
-    if len(order) == 1:
-        idle = [rank for rank, loop in active.items() if loop.utilization is not None and loop.utilization < IDLE]
-        busy = [rank for rank, loop in active.items() if loop.utilization is not None and loop.utilization > BUSY]
+        # The lower, the further behind: in the same iteration, the other ranks wait for stopped ranks.
+        key = position.completed, position.state == STEP, position.process != STOPPED, position.state
+        groups.setdefault(key, []).append(rank)
+    if len(groups) == 1:
+        measured = {rank: loop.utilization for rank, loop in active.items() if loop.utilization is not None}
+        idle = [rank for rank, utilization in measured.items() if utilization < IDLE]
+        busy = [rank for rank, utilization in measured.items() if utilization > BUSY]
         if idle and len(idle) < len(busy) and len(idle) + len(busy) == len(active):
             return [(active[idle[0]], sorted(idle)), (active[busy[0]], sorted(busy))]
-    return [(active[by_place[place][0]], sorted(by_place[place])) for place in order]
+    order = sorted(groups, key=lambda key: (*key[:3], len(groups[key])))
+    return [(active[groups[key][0]], sorted(groups[key])) for key in order]

@@ -18,7 +18,7 @@ MIN_WINDOWS, MIN_S = 5, 60.0
 DATA_WAIT_FROM = 0.2
 
 #: Number of consecutive windows with synchronous iterations that cause an event.
-HELD_WINDOWS = 3
+MIN_SYNCHRONOUS = 3
 #: Number of last windows that are judged for their length, and the minimum number for a judgement.
 JUDGED_WINDOWS, MIN_JUDGED = 9, 5
 
@@ -26,10 +26,10 @@ IDLE, BUSY = "gpus_idle", "gpus_busy"
 
 
 class WasteWatch:
-    """Judges closed windows, except the first window, the last window and windows in warm-up.
+    """Reports when GPUs become idle and when they work again; the first, the last and warm-up windows do not count.
 
     The time of phases (evaluation, checkpoint, generation) is not judged.  A restarted aggregator restores the state
-    from the numbers of earlier events by kind.
+    from ``events``, the numbers of earlier events by kind.
     """
 
     def __init__(self, events: Mapping[str, int], report: Callable[[Event], None]) -> None:
@@ -45,17 +45,18 @@ class WasteWatch:
         busy = window.devices.utilization_mean
         if not report.coverage.gpus_measured or busy is None:
             return
-        is_other = busy >= BUSY_FROM if self._is_idle else busy < IDLE_BELOW
-        if not is_other:
+        is_contrary = busy >= BUSY_FROM if self._is_idle else busy < IDLE_BELOW
+        if not is_contrary:
             self._contrary.clear()
             return
         self._contrary.append(window)
-        seconds = sum(other.loop.time_s for other in self._contrary)
-        if len(self._contrary) < MIN_WINDOWS or seconds < MIN_S:
+        total_s = sum(window.loop.time_s for window in self._contrary)
+        if len(self._contrary) < MIN_WINDOWS or total_s < MIN_S:
             return
         self._is_idle = not self._is_idle
-        mean = sum((other.devices.utilization_mean or 0.0) * other.loop.time_s for other in self._contrary) / seconds
-        span = f"{100 * mean:.0f} % of the last {len(self._contrary)} windows ({seconds:.0f} s of iterations)"
+        busy_s = sum((window.devices.utilization_mean or 0.0) * window.loop.time_s for window in self._contrary)
+        percent, num_windows = 100 * (busy_s / total_s), len(self._contrary)
+        span = f"{percent:.0f} % of the last {num_windows} windows ({total_s:.0f} s of iterations)"
         if self._is_idle:
             evidence = " and ".join(_evidence(window))
             text = f"the GPUs are idle: busy for {span}" + (f"; in the last window {evidence}" if evidence else "")
@@ -87,18 +88,18 @@ class EnergyWatch:
 
     def __init__(self, is_reported: Callable[[str], bool], report: Callable[[Event], None]) -> None:
         self._is_reported, self._report = is_reported, report
-        self._num_synchronous = 0
-        self._were_unknown: deque[bool] = deque(maxlen=JUDGED_WINDOWS)
+        self._num_synchronous = 0  # number of consecutive windows with synchronous iterations
+        self._were_imprecise: deque[bool] = deque(maxlen=JUDGED_WINDOWS)  # the energy of the last windows
 
     def judge_window(self, rows: Sequence[RankReport], report: ClusterReport) -> None:
-        self._judge_rhythm(rows, report.time_s)
+        self._judge_synchrony(rows, report.time_s)
         if not report.final:
             self._judge_length(report)
 
-    def _judge_rhythm(self, rows: Sequence[RankReport], time_s: float) -> None:
+    def _judge_synchrony(self, rows: Sequence[RankReport], time_s: float) -> None:
         errors = [row.aliasing_error for row in rows if row.aliasing_error is not None]
         self._num_synchronous = self._num_synchronous + 1 if errors else 0
-        if self._num_synchronous < HELD_WINDOWS or self._is_reported("energy_aliasing"):
+        if self._num_synchronous < MIN_SYNCHRONOUS or self._is_reported("energy_aliasing"):
             return
         percent = min(math.ceil(100 * max(errors)), 100)
         text = (
@@ -111,8 +112,8 @@ class EnergyWatch:
     def _judge_length(self, report: ClusterReport) -> None:
         if metrics.energy.timing_error_ratio(report.last) is None or self._is_reported("energy_doubtful"):
             return
-        self._were_unknown.append(not metrics.table.is_energy_precise(report.last))
-        if len(self._were_unknown) < MIN_JUDGED or 2 * sum(self._were_unknown) <= len(self._were_unknown):
+        self._were_imprecise.append(not metrics.table.is_energy_precise(report.last))
+        if len(self._were_imprecise) < MIN_JUDGED or 2 * sum(self._were_imprecise) <= len(self._were_imprecise):
             return
         text = (
             f"most windows are too short for the power sensors: the error of their energy exceeds "
