@@ -24,18 +24,18 @@ from effllm.records.job import SCHEMA_VERSION, Summary
 from effllm.records.rank import MAX_EVENT_COUNT, Event, RankReport
 from effllm.records.wire import AgentEvent, Bye, Heartbeat, Hello, HostSamples, Reports, Stack
 
-MAX_RECORDED = 16  # recordings that wait for the run folder
+MAX_RECORDINGS = 16  # maximum number of recordings of stacks that wait for the run folder
 MAX_BACKLOG_S = 15.0  # a processing delay of the aggregator up to this limit makes no rank late
 
 
 class Statements:
-    """Adds the statements of ranks to their states, and rejects those that are not possible."""
+    """Adds what ranks state about themselves, such as lost reports, to their states; rejects impossible statements."""
 
     def __init__(self, ledger: Ledger, record: Callable[[Event], None]) -> None:
         self._ledger, self._record = ledger, record
 
     def accept_report(self, rank: int, state: RankState, row: RankReport, time_s: float) -> bool:
-        """Add the time of a report; ``False`` if the rank's reports then cover more time than can have passed."""
+        """Add the time of a report, or reject it (``False``) if the rank's reports then cover more than has passed."""
         covered_s = state.covered_s + max(row.wall_s, row.busy_s + row.wait_s)
         if covered_s > (self._ledger.goodput.clock.at_s or 0.0) + MAX_BEFORE_S:
             state.reject_report(row.sequence)
@@ -44,19 +44,19 @@ class Statements:
         state.covered_s = covered_s
         return True
 
-    def note_dropped(self, rank: int, state: RankState, lost: int, sent: int, time_s: float) -> None:
-        """Record the number of reports that an agent has dropped; it cannot have dropped more than ``sent``."""
-        if lost > sent:
-            self._count_implausible(rank, state, f"{lost:,} lost reports", time_s)
+    def note_dropped(self, rank: int, state: RankState, total_lost: int, max_made: int, time_s: float) -> None:
+        """Record how many reports an agent has dropped so far; it has made ``max_made`` reports at most."""
+        if total_lost > max_made:
+            self._count_implausible(rank, state, f"{total_lost:,} lost reports", time_s)
         else:
-            self.note_lost(rank, state, lost, "the agent's buffer was full", time_s)
+            self.note_lost(rank, state, total_lost, "the agent's buffer was full", time_s)
 
-    def note_lost(self, rank: int, state: RankState, lost: int, why: str, time_s: float) -> None:
-        """Record that a rank has lost more reports than before."""
-        if lost > state.lost:
-            text = f"rank {rank} lost {lost - state.lost} reports: {why}"
+    def note_lost(self, rank: int, state: RankState, total_lost: int, why: str, time_s: float) -> None:
+        """Record the number of reports that a rank has lost so far; an event if it has grown."""
+        if total_lost > state.lost:
+            text = f"rank {rank} lost {total_lost - state.lost} reports: {why}"
             self._record(Event(time_s, "reports_lost", text, rank))
-            state.lost = lost
+            state.lost = total_lost
 
     def _count_implausible(self, rank: int, state: RankState, what: str, time_s: float) -> None:
         """Count an impossible statement by rank; the first one of a rank is an event."""
@@ -89,10 +89,10 @@ class Aggregator:
         self._stragglers = Stragglers(ledger.stragglers, ledger.last_ranks)
         self.open_windows = OpenWindows(config, ledger, self.presence)
         self.closed_windows = ClosedWindows(config, ledger, self.roster, self.events, self._stragglers)
-        self._recorded: list[RecordedStacks] = []
-        self._heard_s: float | None = None  # time of the last message of any rank
-        self.garbage = 0  # number of frames that were not messages
-        self.duplicates = 0
+        self._recordings: list[RecordedStacks] = []  # which are not in the run folder yet
+        self._heard_s: float | None = None  # time of the last message of any rank that has not left
+        self.garbage = 0  # number of rejected frames, and of messages and reports of unknown agents
+        self.duplicates = 0  # number of reports that had already been received
 
     # --- received messages ---
 
@@ -115,7 +115,7 @@ class Aggregator:
         for device in message.devices:
             for sentence in device.not_measured:
                 self.events.record_once(Event(now.unix_s, "not_measured", sentence))
-        disagreement = self.roster.check_parameters(message)
+        disagreement = self.roster.note_parameters(message)
         if disagreement:
             self.events.record_once(Event(now.unix_s, "disagreement", disagreement, rank), "parameters")
         return ""
@@ -128,8 +128,8 @@ class Aggregator:
             following reports must be rejected until the agent sends the rest again.
         """
         # This method is called up to ten thousand times a second.
-        rows, now_s, windows, states = message.rows, now.mono_s, self.open_windows, self.ledger.ranks
-        row_bytes, is_all = num_bytes // (len(rows) or 1), True
+        rows, now_s, open_windows, states = message.rows, now.mono_s, self.open_windows, self.ledger.ranks
+        row_bytes, has_room = num_bytes // (len(rows) or 1), True
         for row in rows:
             rank, sequence = row.rank, row.sequence
             state = states.get(rank)
@@ -137,15 +137,15 @@ class Aggregator:
                 self.garbage += 1
                 continue
             self._note_message(rank, state, now)
-            if row is rows[-1]:
+            if row is rows[-1]:  # once per message
                 state.update_costs(message)
             if message.lost > state.lost:
                 self._statements.note_dropped(rank, state, message.lost, rows[-1].sequence, now.unix_s)
             if sequence <= state.last_sequence:
                 self.duplicates += 1
                 continue
-            if not windows.reserve_room(rank, row_bytes):
-                is_all = False
+            if not open_windows.reserve_room(rank, row_bytes):
+                has_room = False
                 break
             if not self._statements.accept_report(rank, state, row, now.unix_s):
                 continue
@@ -155,18 +155,19 @@ class Aggregator:
                 self._statements.note_lost(rank, state, state.gaps, why, now.unix_s)
             state.iteration = row.iteration_last
             self.stalls.row(row, now_s)
-            windows.add_report(row, now_s)
-        if windows.has_late(now_s) and not is_large(self.ledger.world_size):
+            open_windows.add_report(row, now_s)
+        if open_windows.has_late(now_s) and not is_large(self.ledger.world_size):
             self._complete_late_windows(now)
-        if windows.may_close():
+        if open_windows.may_close():
             self._close_ready_windows(now_s)
-        return is_all
+        return has_room
 
     def heartbeat(self, message: Heartbeat, now: Now) -> None:
         state = self.roster.state_of(message.rank, message.agent)
         if state is not None:
             self._note_message(message.rank, state, now)
-            self._statements.note_dropped(message.rank, state, message.lost, message.ordinal + 1, now.unix_s)
+            max_made = message.ordinal + 1  # each report contains an iteration, except perhaps the last report
+            self._statements.note_dropped(message.rank, state, message.lost, max_made, now.unix_s)
             if message.time_s is not None and not state.bye:
                 self._advance_time(now.mono_s, now.unix_s)
                 self.ledger.goodput.note_message(message.rank, message.time_s)
@@ -185,13 +186,13 @@ class Aggregator:
         if (state := self.roster.state_of(message.rank, message.agent)) is not None:
             self._note_message(message.rank, state, now)
             self.ledger.host_lines.add_samples(message)
-            if message.stacks and len(self._recorded) < MAX_RECORDED:
-                about = SCHEMA_VERSION, now.unix_s, message.rank, self.ledger.attempt
-                self._recorded.append(RecordedStacks(*about, message.samples, message.torn, message.stacks))
+            if message.stacks and len(self._recordings) < MAX_RECORDINGS:
+                origin = SCHEMA_VERSION, now.unix_s, message.rank, self.ledger.attempt
+                self._recordings.append(RecordedStacks(*origin, message.samples, message.torn, message.stacks))
 
-    def take_recorded(self) -> list[RecordedStacks]:
-        recorded, self._recorded = self._recorded, []
-        return recorded
+    def take_recordings(self) -> list[RecordedStacks]:
+        recordings, self._recordings = self._recordings, []
+        return recordings
 
     def agent_event(self, message: AgentEvent, now: Now) -> None:
         """Record an event of an agent with its own time, limited to the time of the run."""
@@ -223,35 +224,35 @@ class Aggregator:
         return True
 
     def reject_frame(self, time_s: float, reason: str) -> None:
-        """Count a frame that is not a message."""
+        """Count a frame that is not a message, and record the reason."""
         self.garbage += 1
         self.events.record(Event(time_s, "garbage", f"a frame was rejected: {reason}"))
 
     def tick(self, now: Now, heard_until_s: float | None = None) -> None:
         """Advance the time: record lost ranks, and close windows whose deadline has passed.
 
-        All frames that arrived before ``heard_until_s`` have been handled: waiting frames make no rank late.
+        Ranks are late as of ``heard_until_s``: all frames that arrived before this time have been handled.
         """
         now_s, ledger = now.mono_s, self.ledger
-        until_s = now_s if heard_until_s is None else max(heard_until_s, now_s - MAX_BACKLOG_S)
-        for rank, seconds in self.presence.take_newly_lost(until_s).items():
-            self.events.record(
-                Event(now.unix_s, "rank_lost", f"rank {rank} is lost: no heartbeat for {seconds:.0f} s", rank)
-            )
+        heard_until_s = now_s if heard_until_s is None else max(heard_until_s, now_s - MAX_BACKLOG_S)
+        for rank, seconds in self.presence.take_newly_lost(heard_until_s).items():
+            text = f"rank {rank} is lost: no heartbeat for {seconds:.0f} s"
+            self.events.record(Event(now.unix_s, "rank_lost", text, rank))
         self._advance_time(now_s, now.unix_s)
         if self.open_windows.has_late(now_s, for_s=late_every_s(ledger.world_size)):
             self._complete_late_windows(now)
         self.stalls.tick(now)
         self._record_gpu_events(now)
-        ledger.note_hang(self.stalls.take_new_seconds(now_s))
+        ledger.note_hang(self.stalls.take_new_stall_s(now_s))
         self.open_windows.join_overdue(now_s)
-        self._close_ready_windows(now_s, until_s)
+        self._close_ready_windows(now_s, heard_until_s)
         self.events.add_suppressed_counts(now_s)
 
     # --- results ---
 
     def add_late_reports(self, now: Now) -> None:
         """Add late reports to the totals before the state is saved, because the state cannot record missing reports."""
+        # In a large world, which collects them for seconds, they do not wait for their turn.
         if self.open_windows.has_late(now.mono_s, for_s=-math.inf if is_large(self.ledger.world_size) else 0.0):
             self._complete_late_windows(now)
 
@@ -269,7 +270,7 @@ class Aggregator:
         self.events.record(Event(time_s, "rank_lost", f"rank {rank} is lost: its agent ended without a BYE", rank))
 
     def close_all(self) -> None:
-        for window in self.open_windows.take_all():
+        for window in self.open_windows.take_all_windows():
             self.closed_windows.close_window(window)
         self.events.add_suppressed_counts()
 
@@ -280,14 +281,14 @@ class Aggregator:
         events = summary.events | {kind: count for kind, count in counts.items() if count}
         status = "stalled" if self.stalls.is_job_stalled and summary.status != "completed" else summary.status
         summary = replace(summary, events=events, status=status)
-        facts, ends = self.roster.job.facts, self.ledger.ranks_by_status() if ended else {}
-        verdict = verdict_of(summary, facts, self.ledger.goodput, self._config.profile_every, ends)
+        facts, ranks_by_status = self.roster.job.facts, self.ledger.ranks_by_status() if ended else {}
+        verdict = verdict_of(summary, facts, self.ledger.goodput, self._config.profile_every, ranks_by_status)
         return replace(summary, verdict=verdict)
 
     # --- windows and time ---
 
     def _close_ready_windows(self, now_s: float, heard_until_s: float = -math.inf) -> None:
-        for window in self.open_windows.take_ready(now_s, self.closed_windows.timeout_s, heard_until_s):
+        for window in self.open_windows.take_ready_windows(now_s, self.closed_windows.timeout_s, heard_until_s):
             self._advance_time(now_s)
             self.closed_windows.close_window(window)
 

@@ -30,14 +30,15 @@ class Joined(NamedTuple):
     rank: int
     last_ended_window: int  # the last joined window whose end the rank has reached
     row: RankReport | None = None
-    num_rows: int = 0
+    num_rows: int = 0  # number of the rank's reports in `row`
 
 
 class WindowJoiner:
     """Joins the windows of each rank until the joined window is long enough.
 
     A joined window ends when the windows of most ranks are long enough, so that no single rank sets the end.
-    Joined windows are numbered consecutively; if each window is long enough, windows are not joined.
+    Joined windows are numbered consecutively; if each window is long enough, windows are not joined.  In this class a
+    *window* is one that an agent has reported, and a *number* is that of a joined window.
 
     Args:
         min_s: minimum duration of a joined window, except before a pause or the end of the job.
@@ -47,33 +48,35 @@ class WindowJoiner:
 
     def __init__(self, min_s: float, number: int = 0, until: int = 0) -> None:
         self._min_s = min_s
-        self._last_ended, self._ends = number, [until]  # the last ended joined window; ends of joined windows
-        self._is_new = number == 0  # until a joined window ends: it has the number of its first window
+        self._last_ended = number  # the last ended joined window
+        self._ends = [until]  # the last window in each of the newest ended joined windows, up to `_last_ended`
+        self._has_first_number = number > 0  # if not, the first joined window gets the number of its first window
         self._long_at: dict[int, int] = {}  # rank -> window at which the rank's part is long enough
         self._since_s: float | None = None  # receipt of the first report of the open joined window
-        self._waiting: dict[int, list[RankReport]] = {}  # reports of one joined window, by rank
+        self._waiting: dict[int, list[RankReport]] = {}  # rank -> its reports in one joined window
 
-    def add_report(self, row: RankReport, num_ranks: int, closed: int, is_full: bool, now_s: float) -> list[Joined]:
+    def add_report(self, row: RankReport, num_ranks: int, closed: int, has_many: bool, now_s: float) -> list[Joined]:
         """Add a report; return the joined reports that are complete now.
 
-        Late reports of joined windows up to ``closed`` do not wait; if ``is_full``, too many reports of the rank do.
+        Late reports of joined windows up to ``closed`` do not wait.  If the rank ``has_many`` waiting reports, its part
+        counts as long enough.
         """
         rank, number = row.rank, self._joined_number_of(row.window)
         ready: list[Joined] = []
         rows = self._waiting.get(rank)
         if rows is not None:
-            waiting = self._joined_number_of(rows[0].window)
-            if number < waiting:
+            waiting_number = self._joined_number_of(rows[0].window)
+            if number < waiting_number:
                 return [Joined(rank, number, join((row,), number), 1)]
-            if number > waiting:
+            if number > waiting_number:
                 ready.append(self._take_joined(rank))
                 rows = None
-        if rows is None and number > 1:
+        if rows is None and number > 1:  # the rank has reached the end of the previous joined window
             ready.append(Joined(rank, number - 1))
         if rows is None:
             rows = self._waiting[rank] = []
         rows.append(row)
-        if number <= self._last_ended:
+        if number <= self._last_ended:  # the report is late, and complete if it is the rank's last in this window
             if row.final or number <= closed or row.window >= self.end_of(number):
                 ready.append(self._take_joined(rank))
             return ready
@@ -81,23 +84,23 @@ class WindowJoiner:
             self._since_s = now_s
         if len(rows) == 1 and row.window == self._ends[-1] + 1 and self._is_long(row, row):
             return ready + self._end_window(row.window, now_s)  # this window is long enough
-        if rank not in self._long_at and (is_full or self._is_long(rows[0], row)):
+        if rank not in self._long_at and (has_many or self._is_long(rows[0], row)):
             self._long_at[rank] = row.window
         while 2 * len(self._long_at) > num_ranks:
             ready += self._end_window(statistics.median_low(self._long_at.values()), now_s)
         return ready
 
     def number_if_single(self, row: RankReport) -> int:
-        """Return the joined window that is this one window, if it ended last and no report of the rank waits; else 0.
+        """Return the number of the last ended joined window if it consists of this report's window; else 0.
 
-        In a large job nearly all reports are such reports; `add_report` would return them unchanged.
+        Also 0 if reports of the rank wait.  In a large job nearly all reports are such: `add_report` changes none.
         """
         ends = self._ends
         is_single = row.window == ends[-1] and len(ends) > 1 and ends[-2] == row.window - 1
         return self._last_ended if is_single and row.rank not in self._waiting else 0
 
-    def take_overdue(self, now_s: float, num_ranks: int, is_over: bool) -> list[Joined]:
-        """Return the joined reports of a window after its timeout, or of all windows if no more reports will come."""
+    def end_overdue_windows(self, now_s: float, num_ranks: int, is_over: bool) -> list[Joined]:
+        """End the open joined window after its timeout, or all if no more reports will come; return their reports."""
         ready: list[Joined] = []
         while self._since_s is not None and (is_over or now_s - self._since_s >= MAX_WAIT_S):
             newest = [rows[-1].window for rows in self._waiting.values() if rows[-1].window > self._ends[-1]]
@@ -106,14 +109,14 @@ class WindowJoiner:
             ready += self._end_window(statistics.median_low(newest), now_s)
         return ready
 
-    def take_incomplete(self, number: int) -> list[Joined]:
-        """Return the incomplete joined reports of a window that closes now."""
+    def take_incomplete_reports(self, number: int) -> list[Joined]:
+        """Return the incomplete joined reports of a joined window that closes now."""
         ranks = [rank for rank, rows in self._waiting.items() if self._joined_number_of(rows[0].window) <= number]
         return [self._take_joined(rank, number) for rank in ranks]
 
     def end_of(self, number: int) -> int:
-        """Return the last window of an ended joined window."""
-        return self._ends[max(number - self._last_ended - 1, -len(self._ends))]
+        """Return the last window of an ended joined window; of a long ended one, that of the oldest stored one."""
+        return self._ends[max(number - self._last_ended - 1, -len(self._ends))]  # -1 is the last ended one
 
     @property
     def lowest_sequences(self) -> dict[int, int]:
@@ -121,6 +124,7 @@ class WindowJoiner:
         return {rank: min(row.sequence for row in rows) for rank, rows in self._waiting.items()}
 
     def _joined_number_of(self, window: int) -> int:
+        """Return the number of the joined window that contains a window; after the last end, that of the open one."""
         return self._last_ended + 1 - len(self._ends) + bisect_left(self._ends, window)
 
     def _is_long(self, first: RankReport, last: RankReport) -> bool:
@@ -128,28 +132,25 @@ class WindowJoiner:
 
     def _end_window(self, end: int, now_s: float) -> list[Joined]:
         """End the newest joined window; return the joined reports of the ranks that have reached its end."""
-        before = self._ends[-1]
-        opened = {rank: rows for rank, rows in self._waiting.items() if rows[-1].window > before}
-        if self._is_new:
-            self._is_new, self._last_ended = (
-                False,
-                statistics.median_low(rows[0].window for rows in opened.values()) - 1,
-            )
+        rows_by_rank = {rank: rows for rank, rows in self._waiting.items() if rows[-1].window > self._ends[-1]}
+        if not self._has_first_number:
+            self._has_first_number = True
+            self._last_ended = statistics.median_low(rows[0].window for rows in rows_by_rank.values()) - 1
         self._last_ended += 1
         self._ends.append(end)
         if len(self._ends) > MAX_ENDS:
             del self._ends[: MAX_ENDS // 2]
         self._long_at, self._since_s = {}, None
         ready = []
-        for rank, rows in opened.items():
-            rest = [row for row in rows if row.window > end]
-            if rest or rows[-1].final or rows[-1].window == end:
+        for rank, rows in rows_by_rank.items():
+            later = [row for row in rows if row.window > end]
+            if later or rows[-1].final or rows[-1].window == end:
                 self._waiting[rank] = [row for row in rows if row.window <= end]
                 ready.append(self._take_joined(rank) if self._waiting[rank] else Joined(rank, self._last_ended))
-            if rest:
-                self._waiting[rank], self._since_s = rest, now_s
-                long = next((row.window for row in rest if self._is_long(rest[0], row)), None)
-                self._long_at |= {} if long is None else {rank: long}
+            if later:
+                self._waiting[rank], self._since_s = later, now_s
+                long_at = next((row.window for row in later if self._is_long(later[0], row)), None)
+                self._long_at |= {} if long_at is None else {rank: long_at}
         return ready
 
     def _take_joined(self, rank: int, number: int | None = None) -> Joined:
@@ -180,7 +181,7 @@ def with_earlier_part(earlier: RankReport | None, row: RankReport) -> RankReport
 
 
 def join(rows: Sequence[RankReport], window: int) -> RankReport:
-    """Return the exact sum of consecutive reports of one rank, oldest first; missing ones shift its first iteration."""
+    """Return the exact sum of consecutive reports of one rank, oldest first, as its report of ``window``."""
     first, last = rows[0], rows[-1]
     if len(rows) == 1:
         return first if first.window == window else replace(first, window=window)
@@ -189,7 +190,7 @@ def join(rows: Sequence[RankReport], window: int) -> RankReport:
         **{name: sum(getattr(row, name) for row in rows) for name in _SUMMED_FIELDS},
         window=window,
         sequence=min(row.sequence for row in rows),  # no report is acknowledged before its sum is written
-        iteration_first=last.iteration_last - sum(row.iterations for row in rows) + 1,
+        iteration_first=last.iteration_last - sum(row.iterations for row in rows) + 1,  # if one is missing: too late
         start_time_s=first.start_time_s,
         phases_s=summed(row.phases_s for row in rows),
         loss=next((row.loss for row in reversed(rows) if row.loss is not None or row.losses_not_finite), None),

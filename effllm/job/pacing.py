@@ -21,7 +21,7 @@ class Pace:
     def __init__(self, agent_buffer_size: int) -> None:
         self._max_unsaved_windows = max(agent_buffer_size // BUFFER_DIVISOR, 1)
         self._unsaved_windows = 0  # windows that closed since the last saved state
-        self._saved_s = float("-inf")
+        self._saved_s = float("-inf")  # time of the last saved state
         self._ending_s: float | None = None  # first check after a rank left, in a large world
 
     def count_closed(self, windows: int) -> None:

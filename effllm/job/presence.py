@@ -21,7 +21,7 @@ class Presence:
         self.num_left = sum(bool(rank.bye) for rank in ledger.ranks.values())
         self._first_hello_s: float | None = None
         self._first_bye_s: float | None = None
-        self._last_behind: int | None = None
+        self._last_behind: int | None = None  # a rank that was behind in the last `has_rank_behind`
         self._random = random.Random(0)  # noqa: S311 - not for secrets
 
     def note_hello(self, now_s: float) -> None:
@@ -62,7 +62,7 @@ class Presence:
         self.lost.add(rank)
 
     def ranks_last_heard(self, before_s: float) -> list[int]:
-        """Return the ranks whose last message is older than ``before_s``, without ranks that have left or are lost."""
+        """Return the ranks that sent their last message before ``before_s``, and have not left and are not lost."""
         away = self.lost | self.left_ranks
         return [rank for rank, heard_s in self.heard_s.items() if heard_s < before_s and rank not in away]
 
@@ -80,13 +80,13 @@ class Presence:
 
     def has_rank_behind(self, window: int, now_s: float) -> bool:
         """Whether a rank for which the window waits has not passed the window."""
-        # This is called for each of ten thousand reports, so the rank of the last result is checked first.
-        last = self._last_behind
-        is_awaited = last not in self.lost and (last in self.heard_s or self._waits_for_absent(now_s))
-        if last is not None and is_awaited and self._has_not_passed(last, window):
+        # This is called for each of ten thousand reports, so a rank that was behind is checked first.
+        candidate = self._last_behind
+        is_awaited = candidate not in self.lost and (candidate in self.heard_s or self._waits_for_absent(now_s))
+        if candidate is not None and is_awaited and self._has_not_passed(candidate, window):
             return True
         behind = [rank for rank in self.awaited_ranks(now_s) if self._has_not_passed(rank, window)]
-        self._last_behind = self._random.choice(behind) if behind else None
+        self._last_behind = self._random.choice(behind) if behind else None  # the first one may report next
         return bool(behind)
 
     def _has_not_passed(self, rank: int, window: int) -> bool:
@@ -94,9 +94,10 @@ class Presence:
         return state is None or (state.last_window < window and not state.bye)
 
     def _waits_for_absent(self, now_s: float) -> bool:
-        since_s = now_s - (self._first_hello_s if self._first_hello_s is not None else now_s)
-        bye_s = now_s - self._first_bye_s if self._first_bye_s is not None else -1.0
-        return since_s <= ABSENT_AFTER_S and bye_s <= ABSENT_AFTER_BYE_S
+        """Whether windows wait for ranks that have not joined."""
+        since_hello_s = now_s - self._first_hello_s if self._first_hello_s is not None else 0.0
+        since_bye_s = now_s - self._first_bye_s if self._first_bye_s is not None else 0.0
+        return since_hello_s <= ABSENT_AFTER_S and since_bye_s <= ABSENT_AFTER_BYE_S
 
     @property
     def left_ranks(self) -> set[int]:

@@ -25,14 +25,14 @@ class Roster:
         self._ledger = ledger
         self.presence = Presence(ledger)
         self._whole_model: tuple[int, int] | None = None  # parameters, and the rank that declared them
-        self.hellos: dict[int, Hello] = {}
-        self.devices: dict[str, Device] = {}
-        self.members: dict[str, set[int]] = {}  # the ranks on each device
+        self.hellos: dict[int, Hello] = {}  # the last HELLO of each rank
+        self.devices: dict[str, Device] = {}  # by key
+        self.members: dict[str, set[int]] = {}  # key of a device -> its ranks
         self._num_devices: dict[int, int] = {}  # by rank
-        self._all_ranks: list[int] = []
-        self._without_device: set[int] = set()
-        self._job: JobFacts | None = None
-        self._expected: tuple[set[int], Expected] | None = None  # ranks that left, and the devices without these ranks
+        self._all_ranks: list[int] = []  # cache of `all_ranks`
+        self._without_device: set[int] = set()  # ranks without a computing device
+        self._job: JobFacts | None = None  # cache of `job`
+        self._expected_cache: tuple[set[int], Expected] | None = None  # ranks that left, and `expected_devices` then
 
     @property
     def job(self) -> JobFacts:
@@ -53,7 +53,7 @@ class Roster:
         """Fix the power scope of the job's sums, even if other sensors join later."""
         if scope.label and not self._ledger.scope:
             self._ledger.scope = scope.choice
-            self._job = None
+            self._job = None  # its scope has changed
 
     def rejection_reason(self, message: Hello, now_s: float) -> str:
         """Return the reason why a HELLO is rejected, or an empty string."""
@@ -71,8 +71,8 @@ class Roster:
         first = next(iter(self.hellos.values()), message)
         if message.offset % message.log_interval != first.offset % first.log_interval:
             return f"the first iteration is {message.offset} on this rank, but {first.offset} on rank {first.rank}"
-        devices = {device.key for device in message.devices if message.rank not in self.members.get(device.key, ())}
-        if self._num_devices.get(message.rank, 0) + len(devices) > MAX_DEVICES:
+        new_keys = {device.key for device in message.devices if message.rank not in self.members.get(device.key, ())}
+        if self._num_devices.get(message.rank, 0) + len(new_keys) > MAX_DEVICES:
             return f"the rank has reported more than {MAX_DEVICES} devices"
         earlier = ledger.ranks.get(message.rank)
         heard_s = self.presence.heard_s.get(message.rank)
@@ -92,16 +92,16 @@ class Roster:
             if earlier is not None:
                 ledger.spent.add_agent(earlier)
             ledger.ranks[message.rank] = RankState(message.agent, last_window=earlier.last_window if earlier else 0)
-        before, self.hellos[message.rank] = self.hellos.get(message.rank), message
-        if before is not None and not is_new:  # the rank's process may use other GPUs now
-            for key in {device.key for device in before.devices} - {device.key for device in message.devices}:
-                self.members[key].discard(message.rank)  # `_num_devices` counts all of them, because their sums stay
+        last_hello, self.hellos[message.rank] = self.hellos.get(message.rank), message
+        if last_hello is not None and not is_new:  # the rank's process may use other GPUs now
+            for key in {device.key for device in last_hello.devices} - {device.key for device in message.devices}:
+                self.members[key].discard(message.rank)  # `_num_devices` still counts it, because its sums stay
                 if not self.members[key]:
                     del self.members[key], self.devices[key]
         for device in message.devices:
-            old = self.devices.get(device.key)
+            earlier_device = self.devices.get(device.key)
             # Only one rank per host reads the power sensor, and only its HELLO has the method.
-            if old is None or old.energy_method is None or device.energy_method is not None:
+            if earlier_device is None or earlier_device.energy_method is None or device.energy_method is not None:
                 self.devices[device.key] = device
             members = self.members.setdefault(device.key, set())
             if message.rank not in members:
@@ -110,7 +110,7 @@ class Roster:
         self._without_device.discard(message.rank)
         if all(device.only_power for device in message.devices):
             self._without_device.add(message.rank)
-        self._job = self._expected = None
+        self._job = self._expected_cache = None
         return is_new
 
     def record_unused_gpus(self) -> list[str]:
@@ -131,9 +131,9 @@ class Roster:
 
         A late HELLO of this attempt is possible if the trainer completed, or ended before rank 0's agent joined.
         """
-        first = self._ledger.ranks.get(0)
-        is_known = self.state_of(message.rank, message.agent) is not None
-        return not is_known and first is not None and first.bye != "completed"
+        rank_0 = self._ledger.ranks.get(0)
+        has_joined = self.state_of(message.rank, message.agent) is not None
+        return not has_joined and rank_0 is not None and rank_0.bye != "completed"
 
     def missing_ranks(self, reporting: Collection[int]) -> set[int]:
         """Return the ranks of the world that have not left and do not report."""
@@ -142,45 +142,46 @@ class Roster:
         return set(range(self._ledger.world_size)).difference(reporting) - self.presence.left_ranks
 
     def expected_devices(self, reporting: Collection[int]) -> Expected:
-        """Return the devices of a window, without devices whose ranks have all left."""
+        """Return the devices that a window should have: not those whose ranks have all left without reporting in it."""
         gone = self.presence.left_ranks.difference(reporting)
-        if self._expected is None or self._expected[0] != gone:
+        if self._expected_cache is None or self._expected_cache[0] != gone:
             hosts = {hello.host for rank, hello in self.hellos.items() if rank not in gone}
-            there = (
+            keys = (
                 key
                 for key, ranks in self.members.items()
                 # A sensor of a node counts even if its rank has left.
                 if not ranks <= gone or (self.devices[key].only_power and self.hellos[min(ranks)].host in hosts)
             )
-            self._expected = gone, Expected((key, self.devices[key]) for key in there)
-        return self._expected[1]
+            self._expected_cache = gone, Expected((key, self.devices[key]) for key in keys)
+        return self._expected_cache[1]
 
     def has_lost_host(self) -> bool:
         """Whether all ranks of a host other than the aggregator's have ended without a BYE."""
-        gone = self.presence.left_ranks
+        with_bye = self.presence.left_ranks
         hosts = {hello.host for hello in self.hellos.values()} - {platform.node()}
-        return not hosts <= {hello.host for rank, hello in self.hellos.items() if rank in gone}
+        return not hosts <= {hello.host for rank, hello in self.hellos.items() if rank in with_bye}
 
     def ranks_by_device(self, reporting: Collection[int]) -> dict[str, set[int]]:
+        """Return the ranks of each of the `expected_devices`, without ranks that left and did not report."""
         gone = self.presence.left_ranks.difference(reporting)
         return {key: self.members[key] - gone for key in self.expected_devices(reporting)} if gone else self.members
 
     def ranks_without_device(self, reporting: Collection[int]) -> set[int]:
-        """Return the ranks that have not left and have no computing device."""
+        """Return the ranks without a computing device that report or have not left."""
         return self._without_device - self.presence.left_ranks.difference(reporting)
 
-    def check_parameters(self, message: Hello) -> str:
-        """Return a text if a HELLO contradicts an earlier HELLO about the whole model, else an empty string."""
+    def note_parameters(self, message: Hello) -> str:
+        """Record the parameters of the whole model, if a HELLO has them; return a text if another rank has others."""
         total = message.parameters.total
         if message.parameters.is_share or total is None:
             return ""
         if self._whole_model is None or self._whole_model[1] == message.rank:
             self._whole_model = (total, message.rank)
             self._job = None
-        first, rank = self._whole_model
-        if first == total:
+        first_total, first_rank = self._whole_model
+        if first_total == total:
             return ""
         return (
-            f"ranks {rank} and {message.rank} disagree on the parameters of the whole model"
-            f": {first:,} and {total:,}; rank {rank}'s count is used"
+            f"ranks {first_rank} and {message.rank} disagree on the parameters of the whole model"
+            f": {first_total:,} and {total:,}; rank {first_rank}'s count is used"
         )

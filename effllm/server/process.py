@@ -206,7 +206,7 @@ class Server:
                 self._tick(Now(now_s, time.time()))
                 if self._end.is_over(now_s):
                     return
-                if self._aggregator.open_windows.is_closing:  # more windows are due: a turn closes a limited number
+                if self._aggregator.open_windows.has_more_to_close:  # a turn closes a limited number
                     next_tick_s = now_s
             if now_s >= next_summary_s or self._aggregator.stalls.is_job_stalled != self._was_stalled:
                 next_summary_s = now_s + summary_period_s
@@ -247,7 +247,7 @@ class Server:
         """Record rejected peers and lost ranks, close windows, write changed facts, and the summary before a kill."""
         for event in self._peers.take_events():
             self._aggregator.events.record(event)
-        self._aggregator.ledger.note_own_costs(time.process_time(), self._socket.received_bytes)
+        self._aggregator.ledger.note_aggregator_costs(time.process_time(), self._socket.received_bytes)
         self._end.mark_disconnected_as_lost(now.mono_s)
         self._aggregator.tick(now, self._heard_until_s)
         # The facts of ten thousand ranks are 8 MB, so larger worlds write their facts less often.
@@ -278,7 +278,7 @@ class Server:
         self._messages.request_stacks()
         if files := self._aggregator.stalls.take_files():
             self._outputs.write_stacks(files)
-        if recorded := self._aggregator.take_recorded():
+        if recorded := self._aggregator.take_recordings():
             self._outputs.put_to_store(lambda store: store.write_recorded_stacks(recorded))
 
     def _write_new_ranks(self) -> None:
@@ -290,7 +290,7 @@ class Server:
         self._inbox.put(Event(time.time(), kind, text))
 
     def _summary(self, ended: bool) -> Summary:
-        self._aggregator.ledger.note_own_costs(time.process_time(), self._socket.received_bytes)
+        self._aggregator.ledger.note_aggregator_costs(time.process_time(), self._socket.received_bytes)
         summary = self._aggregator.summary(time.time(), ended)
         is_refused = ended and self._messages.has_shortage and not self._aggregator.ledger.world_size
         return msgspec.structs.replace(

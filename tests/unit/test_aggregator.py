@@ -1303,7 +1303,7 @@ def test_many_waiting_windows_close_a_few_at_a_time():
     job.bye(0)
 
     num_closed = [len(job.closed())]
-    while job.aggregator.open_windows.is_closing:
+    while job.aggregator.open_windows.has_more_to_close:
         job.aggregator.tick(job.now)
         num_closed.append(len(job.closed()))
     assert sum(num_closed) == 200

@@ -240,7 +240,7 @@ def test_only_the_whole_part_of_a_rank_passes_the_joiner_at_once():
     joiner = WindowJoiner(1.0)
 
     def add(rank, window, window_s):
-        joiner.add_report(short(rank, window, window_s), 1, 0, is_full=False, now_s=0.0)
+        joiner.add_report(short(rank, window, window_s), 1, 0, has_many=False, now_s=0.0)
 
     add(0, 1, 0.6)
     add(1, 1, 0.6)

@@ -21,17 +21,17 @@ def test_overhead_of_agents_is_summed_and_never_decreases():
 def test_overhead_of_all_agents_and_attempts_is_summed():
     first = Job(1).join()
     first.send(row(0), agent_cpu_s=1.0, sent_bytes=100)
-    first.aggregator.ledger.note_own_costs(5.0, 110)
+    first.aggregator.ledger.note_aggregator_costs(5.0, 110)
 
     second = Job(1, first.ledger()).join()
     second.send(row(0, 2), agent_cpu_s=1.5, sent_bytes=150)
-    second.aggregator.ledger.note_own_costs(0.5, 60)
+    second.aggregator.ledger.note_aggregator_costs(0.5, 60)
     second.bye(0, "killed", agent_cpu_s=1.75, sent_bytes=175)
     second.join(agent="other").send(row(0, 3, agent="other"), agent_cpu_s=0.25, sent_bytes=25)
 
     third = Job(1, second.ledger().begin_next_attempt("again"), "again").join(agent="new")
     third.send(row(0, agent="new"), agent_cpu_s=2.0, sent_bytes=200)
-    third.aggregator.ledger.note_own_costs(1.0, 210)
+    third.aggregator.ledger.note_aggregator_costs(1.0, 210)
     spent = third.summary(True).overhead
 
     assert spent.agents_cpu_s == 1.75 + 0.25 + 2.0
@@ -54,7 +54,7 @@ def test_waits_for_a_core_are_summed_over_ranks_and_attempts():
 
 def test_each_window_has_the_overhead_as_metrics():
     job = Job(1).join()
-    job.aggregator.ledger.note_own_costs(0.5, 0)
+    job.aggregator.ledger.note_aggregator_costs(0.5, 0)
     job.tick(10.0).send(row(0), agent_cpu_s=1.0, sent_bytes=100, recorder_cpu_s=0.001)
     (report,) = job.closed()
 

@@ -14,9 +14,9 @@ from effllm.records.rank import Event, RankReport
 from effllm.records.wire import Heartbeat, Hello, Stack
 from effllm.views.text.numbers import duration as long_duration
 
-MAX_NAMED = 8
-MAX_GROUPS = 3
-
+MAX_NAMED = 8  # maximum number of ranks by name in an event
+MAX_GROUPS = 3  # maximum number of positions by name in an event
+IN_STARTUP = "in start-up"
 MAX_STACKS = 100  # maximum number of stack files per aggregator
 ANSWER_S = 30.0  # timeout of a request for a stack
 
@@ -34,21 +34,21 @@ class Stalls:
     def __init__(self, config: Config, roster: Roster, ledger: Ledger, report: Callable[[Event], None]) -> None:
         self._hang = Hang(config.stall_seconds, ledger.iteration_s())
         self._roster, self._ledger, self._report = roster, ledger, report
-        self._shown_minus_ordinal: int | None = None
+        self._shown_minus_ordinal: int | None = None  # of the iterations in reports; None before the first one
         self._deadlines: dict[int, float] = {}  # rank with a requested stack -> deadline of the answer
         self._tops: dict[int, str] = {}  # innermost frame of each received stack
-        self._ranks_to_ask: list[int] = []
-        self._files: list[StackFile] = []
-        self._num_stacks = 0
-        self._counted_s = 0.0
-        self._failed_before = False
-        self._left: dict[int, str] = {}
+        self._ranks_to_ask: list[int] = []  # for the next call of `take_ranks_to_ask`
+        self._files: list[StackFile] = []  # for the next call of `take_files`
+        self._num_stacks = 0  # number of files so far
+        self._taken_s = 0.0  # seconds of stalls that `take_new_stall_s` has returned
+        self._failed_before_stall = False  # whether a rank had failed before the newest stall
+        self._incomplete: dict[int, str] = {}  # ranks that left without completing -> status of the BYE
 
     # --- inputs ---
 
     def hello(self, message: Hello, is_new: bool, now_s: float) -> None:
         if is_new:
-            self._left.pop(message.rank, None)
+            self._incomplete.pop(message.rank, None)
         self._hang.join(message, is_new, now_s)
 
     def heartbeat(self, message: Heartbeat, now_s: float) -> None:
@@ -63,7 +63,7 @@ class Stalls:
     def bye(self, rank: int, status: str, now_s: float) -> None:
         self._hang.leave(rank, status == "completed", now_s)
         if status != "completed":
-            self._left[rank] = status
+            self._incomplete[rank] = status
 
     def stack(self, message: Stack, time_s: float) -> bool:
         """Store the stack of a rank; return ``False`` if it was not requested."""
@@ -71,7 +71,7 @@ class Stalls:
             return False
         if self._num_stacks < MAX_STACKS:
             self._num_stacks += 1
-            name = f"rank-{message.rank}-iteration-{message.ordinal + self._offset}.txt"
+            name = f"rank-{message.rank}-iteration-{message.ordinal + self._displayed_offset}.txt"
             self._files.append(StackFile(name, message.text))
         self._tops[message.rank] = message.top
         self._report_stacks(time_s)
@@ -84,7 +84,7 @@ class Stalls:
             else:
                 self._report(Event(now.unix_s, "resumed", f"resumed after {seconds_text(verdict.unmoved_s)}"))
                 self._deadlines, self._tops = {}, {}
-        overdue = [rank for rank, until_s in self._deadlines.items() if now.mono_s > until_s]
+        overdue = [rank for rank, deadline_s in self._deadlines.items() if now.mono_s > deadline_s]
         for rank in overdue:
             del self._deadlines[rank]
             self._tops[rank] = "the agent has not answered"
@@ -93,16 +93,16 @@ class Stalls:
 
     # --- outputs ---
 
-    def take_new_seconds(self, now_s: float) -> float:
-        # The end of a stall is detected late: the excess is subtracted from the next result.
-        new_s = max(self._hang.total_s(now_s) - self._counted_s, 0.0)
-        self._counted_s += new_s
+    def take_new_stall_s(self, now_s: float) -> float:
+        """Return the seconds of stalls since the last call; an excess of a result is subtracted from the next ones."""
+        new_s = max(self._hang.total_s(now_s) - self._taken_s, 0.0)
+        self._taken_s += new_s
         return new_s
 
     def take_ranks_to_ask(self) -> list[int]:
         """Return the ranks whose stacks must be requested; each rank is returned once."""
-        asked, self._ranks_to_ask = self._ranks_to_ask, []
-        return asked
+        ranks, self._ranks_to_ask = self._ranks_to_ask, []
+        return ranks
 
     def take_files(self) -> list[StackFile]:
         files, self._files = self._files, []
@@ -111,12 +111,13 @@ class Stalls:
     @property
     def is_job_stalled(self) -> bool:
         """Whether the job is stalled, and no rank failed before the stall; if so, the job's final status is stalled."""
-        return self._hang.since_s is not None and not self._failed_before
+        return self._hang.since_s is not None and not self._failed_before_stall
 
     # --- events ---
 
     @property
-    def _offset(self) -> int:
+    def _displayed_offset(self) -> int:
+        """Displayed number of an iteration minus its ordinal."""
         if self._shown_minus_ordinal is not None:
             return self._shown_minus_ordinal
         return next((hello.offset for hello in self._roster.hellos.values()), 0)
@@ -124,32 +125,33 @@ class Stalls:
     def _report_stall(self, stall: Stall, now: Now) -> None:
         roster, world_size = self._roster, self._ledger.world_size
         heard_s, lost = roster.presence.heard_s, roster.presence.lost
-        lost_s = {rank: now.mono_s - heard_s[rank] for rank in lost if rank not in self._left}
-        left = {rank: status for rank, status in self._left.items() if rank < world_size}
-        missing = max(world_size - len(roster.hellos), 0)
-        names = PositionNames(self._host_and_device, self._offset)
-        text = stall_text(stall, self._hang.ranks, names, now.mono_s, lost_s, left, missing)
-        behind = stall.groups[0][1]
+        lost_s = {rank: now.mono_s - heard_s[rank] for rank in lost if rank not in self._incomplete}
+        left = {rank: status for rank, status in self._incomplete.items() if rank < world_size}
+        num_missing = max(world_size - len(roster.hellos), 0)
+        names = PositionNames(self._host_and_device, self._displayed_offset)
+        text = stall_text(stall, self._hang.ranks, names, now.mono_s, lost_s, left, num_missing)
+        (_, behind), *_ = stall.groups
         self._report(Event(now.unix_s, "stalled", text, behind[0] if len(behind) == 1 else None))
-        self._failed_before = "failed" in self._left.values()
+        self._failed_before_stall = "failed" in self._incomplete.values()
         self._request_stacks(stall, now.mono_s)
 
     def _request_stacks(self, stall: Stall, now_s: float) -> None:
-        """Request the stacks of the ranks that are behind and of one other rank, once per stall."""
-        behind, *others = stall.groups
-        ranks = [*behind[1][:MAX_NAMED], *(others[-1][1][:1] if others else ())]
-        new = [rank for rank in ranks if rank not in self._deadlines and rank not in self._tops]
+        """Request the stacks of the ranks that are behind and of a rank that is furthest ahead, once per stall."""
+        (_, behind), *others = stall.groups
+        ahead = others[-1][1] if others else ()
+        new = [rank for rank in (*behind[:MAX_NAMED], *ahead[:1]) if rank not in {*self._deadlines, *self._tops}]
         self._ranks_to_ask += new
         self._deadlines |= dict.fromkeys(new, now_s + ANSWER_S)
 
     def _report_stacks(self, time_s: float) -> None:
+        """Report the innermost frames of the stacks, after the last answer to the requests."""
         if self._deadlines or not self._tops:
             return
-        texts: dict[str, list[int]] = {}
+        ranks_by_top: dict[str, list[int]] = {}
         for rank, top in self._tops.items():
-            texts.setdefault(top or "unknown", []).append(rank)
-        numbers = {top: ", ".join(map(str, sorted(ranks))) for top, ranks in texts.items()}
-        parts = [f"rank{'s' if len(texts[top]) > 1 else ''} {ranks}: {top}" for top, ranks in numbers.items()]
+            ranks_by_top.setdefault(top or "unknown", []).append(rank)
+        names = {top: ", ".join(map(str, sorted(ranks))) for top, ranks in ranks_by_top.items()}
+        parts = [f"rank{'s' if len(ranks_by_top[top]) > 1 else ''} {names[top]}: {top}" for top in names]
         self._report(Event(time_s, "stack", f"stacks are in stacks/ of the run folder: {'; '.join(parts)}"))
 
     def _host_and_device(self, rank: int) -> str:
@@ -161,13 +163,13 @@ class Stalls:
 class PositionNames(NamedTuple):
     """Names of ranks and iterations."""
 
-    where: Callable[[int], str]  # returns host and device of a rank
+    host_and_device: Callable[[int], str]  # of a rank
     shown_minus_ordinal: int  # displayed number of an iteration minus its ordinal
 
     def text_of(self, position: RankPosition) -> str:
         """Return the current or last iteration of a rank, and its state."""
         if position.state == STARTUP or (position.state == STEP and not position.ordinal):
-            return "in start-up"
+            return IN_STARTUP
         number = str(position.ordinal + self.shown_minus_ordinal)
         state = "ended" if position.state == BETWEEN else position.state
         return number if position.state == STEP else f"{number} ({state})"
@@ -182,56 +184,51 @@ def stall_text(
     left: Mapping[int, str],
     num_missing: int,
 ) -> str:
-    """Return the text: the ranks that are furthest behind, other ranks, and ranks of unknown state.
+    """Return the text of a stall: the ranks that are furthest behind, other ranks, and ranks of unknown state.
 
     Lost ranks have the seconds since their last heartbeat.  Ranks that have ``left`` sent a BYE with this status, but
     did not complete; missing ranks never joined.
     """
-    (first, behind), *others = stall.groups
-    parts = [f"stalled: {_behind_text(first, behind, [ranks[rank] for rank in behind], names, now_s, not others)}"]
-    shown, rest = others[:MAX_GROUPS], others[MAX_GROUPS:]
-    for position, group in shown:
-        place = names.text_of(position)
+    (_, behind), *others = stall.groups
+    parts = [f"stalled: {_behind_text(behind, [ranks[rank] for rank in behind], names, now_s, not others)}"]
+    for position, group in others[:MAX_GROUPS]:
+        position_text = names.text_of(position)
         stopped = ", stopped" if position.process == STOPPED else ""
-        at = place if place == "in start-up" else f"at {place}"
-        parts.append(f"{len(group)} other{'s' if len(group) > 1 else ''} {at}{stopped}")
-    if rest:
-        parts.append(f"{sum(len(group) for _, group in rest)} at other positions")
+        where = position_text if position_text == IN_STARTUP else f"at {position_text}"
+        parts.append(f"{len(group)} other{'s' if len(group) > 1 else ''} {where}{stopped}")
+    if len(others) > MAX_GROUPS:
+        parts.append(f"{sum(len(group) for _, group in others[MAX_GROUPS:])} at other positions")
     parts += [
-        f"rank {rank} ({names.where(rank)}): no heartbeat for {seconds_text(lost_s[rank])}"
+        f"rank {rank} ({names.host_and_device(rank)}): no heartbeat for {seconds_text(lost_s[rank])}"
         for rank in sorted(lost_s)[:MAX_NAMED]
     ]
     if len(lost_s) > MAX_NAMED:
         parts.append(f"{len(lost_s) - MAX_NAMED} more ranks without a heartbeat")
     if left:
-        words = ", ".join(f"{rank} ({left[rank]})" for rank in sorted(left)[:MAX_NAMED])
-        parts.append(f"left: rank{'s' if len(left) > 1 else ''} {words}{', ...' if len(left) > MAX_NAMED else ''}")
+        named = ", ".join(f"{rank} ({left[rank]})" for rank in sorted(left)[:MAX_NAMED])
+        parts.append(f"left: rank{'s' if len(left) > 1 else ''} {named}{', ...' if len(left) > MAX_NAMED else ''}")
     if num_missing:
         parts.append(f"{num_missing} ranks never joined")
     return "; ".join(parts)
 
 
 def _behind_text(
-    first: RankPosition,
-    behind: Sequence[int],
-    positions: Sequence[RankPosition],
-    names: PositionNames,
-    now_s: float,
-    is_all: bool,
+    behind: Sequence[int], positions: Sequence[RankPosition], names: PositionNames, now_s: float, is_all: bool
 ) -> str:
+    """Return the text of the ranks that are furthest behind, at equal positions: names, position and readings."""
     unmoved_s = now_s - max(position.since_s for position in positions)
-    place = names.text_of(first)
-    at = place if place == "in start-up" else f"at iteration {place}"
-    facts = [f"{at} for {seconds_text(unmoved_s)}"]
-    if first.process == STOPPED:
+    position_text = names.text_of(positions[0])
+    where = position_text if position_text == IN_STARTUP else f"at iteration {position_text}"
+    facts = [f"{where} for {seconds_text(unmoved_s)}"]
+    if positions[0].process == STOPPED:
         facts.append("stopped by a signal")
     facts += _readings_texts(positions)
     if len(behind) == 1:
-        who = f"rank {behind[0]} ({names.where(behind[0])})"
+        who = f"rank {behind[0]} ({names.host_and_device(behind[0])})"
     elif is_all:
         who = f"all {len(behind)} ranks"
     elif len(behind) <= MAX_NAMED:
-        who = "ranks " + ", ".join(f"{rank} ({names.where(rank)})" for rank in behind)
+        who = "ranks " + ", ".join(f"{rank} ({names.host_and_device(rank)})" for rank in behind)
     else:
         who = f"{len(behind)} ranks ({', '.join(map(str, behind[:MAX_NAMED]))}, ...)"
     return f"{who} {', '.join(facts)}"
@@ -246,8 +243,8 @@ def _readings_texts(positions: Sequence[RankPosition]) -> list[str]:
     return readings
 
 
-def _range_text(values: Iterable[float | None], times: float) -> str:
-    numbers = [round(value * times) for value in values if value is not None]
+def _range_text(values: Iterable[float | None], factor: float) -> str:
+    numbers = [round(value * factor) for value in values if value is not None]
     if not numbers:
         return ""
     return str(numbers[0]) if min(numbers) == max(numbers) else f"{min(numbers)} to {max(numbers)}"
