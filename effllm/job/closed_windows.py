@@ -69,7 +69,7 @@ class ClosedWindows:
         self._energy = EnergyWatch(ledger.events.__contains__, events.record)
         self._audit = AuditWatch(ledger.audit, events.record_once)
         self._recent: dict[int, Window] = {}  # the last closed windows, by number
-        self._durations_s: list[float] = []  # durations of the last windows, for the deadline
+        self._durations_s: list[float] = []  # durations of the last 16 windows, for the deadline
         self._closed: list[Closed] = []  # windows for the next call of `take_windows`
         self._ranks_to_record: list[int] = []  # ranks whose stacks are to be recorded
         self._slowest: Straggler | None = None  # the slowest named rank of the last window
@@ -120,7 +120,7 @@ class ClosedWindows:
             ledger.run, ledger.run_after = Account(), number  # the run-to-date values start again
 
     def _note_lost_time(self, rows: Rows) -> None:
-        """Move the time that ranks lost in iterations from the steps to its classes."""
+        """Move the time that ranks lost in iterations from kept work to its classes of goodput, and note stragglers."""
         ledger, matrix = self._ledger, IterationMatrix.of(rows)
         lost = ledger.iteration_losses.add_window(matrix) if matrix is not None else []
         straggling = self._stragglers.judge_window(rows, matrix, lost)

@@ -119,7 +119,7 @@ class Hang:
             position.since_s = min(position.since_s, now_s - beat.since_s)
         else:
             since_s = now_s - beat.since_s  # this may be earlier than the HELLO
-            since_s = max(since_s, position.since_s) if position.state else since_s
+            since_s = max(since_s, position.since_s) if position.state else since_s  # but not than the last position
             self._set_position(position, beat.ordinal, beat.state, since_s)
         position.seen_s, position.beat_s, position.process = now_s, beat.since_s, beat.process
         position.utilization, position.power_w = beat.utilization, beat.power_w
@@ -189,6 +189,7 @@ class Hang:
     # --- rules ---
 
     def _has_stalled(self, position: RankPosition, timeouts_s: dict[tuple[str, ...], float | None]) -> bool:
+        """Whether a rank was at its position for the timeout, up to its last heartbeat; ``timeouts_s`` is a cache."""
         key = self._timeout_key(position)
         if key not in timeouts_s:
             timeouts_s[key] = self._timeout_s(key)

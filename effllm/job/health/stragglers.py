@@ -225,7 +225,7 @@ class Stragglers:
     def _count_waits(self, rows: Sequence[RankReport], own: Times | None, new_units: Sequence[Unit]) -> Straggling:
         """Record the waits of this window, and the waits for newly named ranks in earlier windows."""
         lost: list[LostTime] = []
-        seconds = bound_s = 0.0
+        seconds = bound_s = 0.0  # wait of each rank for slow ranks in this window; upper bound, also of earlier windows
         if own is not None:
             slow = {rank for unit in self._named_for(OWN_TIME) for rank in unit}
             since = min((self._named[unit].verdict.since_iteration for unit in new_units), default=None)
@@ -234,7 +234,7 @@ class Stragglers:
             for unit, named in self._named.items():
                 named.last += sum(self.waits.last.get(rank, 0.0) for rank in unit)
                 named.iterations += float(own.weights.sum())
-        straggling_s = sum(loss.straggling_s for loss in lost) / len(rows)
+        straggling_s = sum(loss.straggling_s for loss in lost) / len(rows)  # also in earlier windows
         for_work = self._named_for(OWN_TIME) | self._named_for(PROFILE)
         profiled = [self._profiled_excess_s(slow) for named in for_work.values() for slow in named.slow.values()]
         profiled_s = max(profiled, default=0.0) * rows[0].iterations
