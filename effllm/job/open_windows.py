@@ -69,7 +69,7 @@ class OpenWindows:
 
     def __init__(self, config: Config, ledger: Ledger, presence: Presence) -> None:
         self._ledger, self._presence = ledger, presence
-        self._history_size, min_s = config.history_size, config.min_window_s
+        self._history_size, min_s = config.history_size, config.min_window_s  # maximum number of pending reports
         until = max(ledger.joined_until, ledger.closed)
         self._joiner = WindowJoiner(min_s, ledger.closed, until) if min_s else None
         self._windows: dict[int, OpenWindow] = {}  # by number

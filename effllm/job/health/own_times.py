@@ -95,9 +95,9 @@ class CountedWaits:
     """The waits of the ranks for each other, and the ranks that were the last ones."""
 
     def __init__(self, last_ranks: LastRanks) -> None:
-        self.last_ranks = last_ranks
+        self.last_ranks = last_ranks  # sums over the run
         self.last: dict[int, float] = {}  # of the newest window: rank -> number of iterations in which it was last
-        self._kept: dict[int, _Counted] = {}  # by window
+        self._kept: dict[int, _Counted] = {}  # by window: those whose waits may be counted again
 
     def count(
         self, own: Times, groups: Sequence[Positions], num_ranks: int, slow: Collection[int], since: int | None
