@@ -66,9 +66,9 @@ class WindowJoiner:
         rows = self._waiting.get(rank)
         if rows is not None:
             waiting_number = self._joined_number_of(rows[0].window)
-            if number < waiting_number:
+            if number < waiting_number:  # a late report of an earlier joined window
                 return [Joined(rank, number, join((row,), number), 1)]
-            if number > waiting_number:
+            if number > waiting_number:  # the part that waits is complete
                 ready.append(self._take_joined(rank))
                 rows = None
         if rows is None and number > 1:  # the rank has reached the end of the previous joined window
