@@ -15,9 +15,9 @@ from effllm.records.wire import Heartbeat
 class Job:
     """Ranks with heartbeats chosen by the test; checks are as frequent as in the aggregator."""
 
-    def __init__(self, ranks: int = 4, at_s: float = 0.0, earlier_s: float = 0.0, **changes: Any) -> None:
+    def __init__(self, ranks: int = 4, at_s: float = 0.0, earlier_iteration_s: float = 0.0, **changes: Any) -> None:
         """Let ranks join; `changes` are of their HELLOs."""
-        self.hang = Hang(30.0, earlier_s=earlier_s)
+        self.hang = Hang(30.0, earlier_iteration_s=earlier_iteration_s)
         self.lost: set[int] = set()
         for rank in range(ranks):
             self.hang.join(hello(rank, ranks, **changes), is_new=True, now_s=at_s)
@@ -108,9 +108,9 @@ def test_stall_timeout_of_iteration_2_follows_from_iteration_1():
     assert [260 <= when_s <= 270 for when_s, _ in job.reported(80, 300, {0: (2, STEP, 80)})] == [True]  # 3 x 60 s
 
 
-@pytest.mark.parametrize(("earlier_s", "unmoved_s"), [(0.0, [pytest.approx(600.5)]), (300.0, [])])
-def test_new_aggregator_finds_a_stall_by_heartbeats_and_the_saved_iteration_time(earlier_s, unmoved_s):
-    job = Job(ranks=1, at_s=1000, earlier_s=earlier_s)
+@pytest.mark.parametrize(("earlier_iteration_s", "unmoved_s"), [(0.0, [pytest.approx(600.5)]), (300.0, [])])
+def test_new_aggregator_finds_a_stall_by_heartbeats_and_the_saved_iteration_time(earlier_iteration_s, unmoved_s):
+    job = Job(ranks=1, at_s=1000, earlier_iteration_s=earlier_iteration_s)
     job.heartbeat(0, 71, STEP, 600.0, 1000.5)
 
     assert [stall.unmoved_s for stall in job.check(1001)] == unmoved_s

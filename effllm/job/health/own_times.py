@@ -80,8 +80,8 @@ class Waits(NamedTuple):
             max_uneven_s += share * np.maximum(max_wait_s, 0.0)
         slow_s = np.minimum(slow_s, iteration_s)
         uneven_s = np.minimum(uneven_s, iteration_s - slow_s)
-        bounds = np.minimum(max_slow_s, iteration_s), np.minimum(max_uneven_s, iteration_s)
-        return cls(*(np.stack([slow_s, uneven_s, *bounds]) @ times.weights).tolist(), last_s.tolist())
+        bounds_s = np.minimum(max_slow_s, iteration_s), np.minimum(max_uneven_s, iteration_s)
+        return cls(*(np.stack([slow_s, uneven_s, *bounds_s]) @ times.weights).tolist())._replace(last_s=last_s.tolist())
 
 
 class _Counted(NamedTuple):

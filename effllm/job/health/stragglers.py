@@ -33,7 +33,7 @@ _SECONDS = ("gpu_seconds", "own_seconds", "max_seconds")  # costs of a verdict
 #: Evidence -> comparison.  An own time that ends at ``backward`` is a part of the work: a rank that is slow in it is
 #: mostly slow in the rest, too.  A profile is one iteration.
 COMPARISONS: Mapping[str, Callable[[], RankComparison]] = {
-    OWN_TIME: lambda: RankComparison(least=0.5),
+    OWN_TIME: lambda: RankComparison(min_base=0.5),
     PROFILE: lambda: RankComparison(1, 0.0),
     DATA_WAIT: RankComparison,
 }
