@@ -9,7 +9,7 @@ from collections.abc import Mapping
 
 from effllm.agent.sampler import Sampler
 from effllm.agent.track import EDGE_WAIT_S, DeviceTrack
-from effllm.devices import DeviceUnavailable, Reader, Site, open_gpu
+from effllm.devices import DeviceUnavailable, Reader, Site, open_named_or_any_gpu
 
 _MAX_GPUS = 64
 _OPENED_WITHIN_S = 3.0
@@ -25,7 +25,7 @@ class GpuEnergy:
         self._device = device
         self._environ, self._interval_s = environ, interval_s
         self._tracks: list[DeviceTrack] = []
-        self._wake = -1
+        self._eventfd = -1  # written by the samplers; nothing waits for it
         self.why_not = ""  # reason of missing energy
         self.is_simulated = False
 
@@ -37,9 +37,9 @@ class GpuEnergy:
     def start_samplers(self) -> None:
         """Open the GPUs, and wait for their first samples."""
         readers = self._open_readers()
-        self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._eventfd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         for reader in readers:
-            sampler = Sampler(lambda reader=reader: reader, self._interval_s, lambda _event: None, self._wake)  # type: ignore[misc]
+            sampler = Sampler(lambda reader=reader: reader, self._interval_s, lambda _event: None, self._eventfd)  # type: ignore[misc]
             self._tracks.append(DeviceTrack(sampler, self._interval_s))
             sampler.start()
         until_s = time.monotonic() + _OPENED_WITHIN_S
@@ -50,7 +50,7 @@ class GpuEnergy:
             self.why_not = "these GPUs report neither energy nor power"
 
     def take_joules(self, start_s: float, end_s: float) -> float | None:
-        """Return the energy from one monotonic time to another, and drop older samples; ``None`` if 1 % is missing."""
+        """Return the energy between two monotonic times; ``None`` if a GPU lacks more than 1 %.  Drop older samples."""
         end_ns = int(end_s * 1e9)
         for track in self._tracks:
             track.request_samples(end_ns, is_forced=True)
@@ -64,26 +64,26 @@ class GpuEnergy:
         for track in self._tracks_by_energy_key().values():
             if track.series is None:  # the first read of the device has not returned
                 return None
-            part = track.series.integrals(int(start_s * 1e9), end_ns).energy
+            amount = track.series.integrals(int(start_s * 1e9), end_ns).energy
             track.series.forget_before(end_ns)
-            if part.joules is None or part.covered_s < 0.99 * (end_s - start_s):
+            if amount.joules is None or amount.covered_s < 0.99 * (end_s - start_s):
                 return None
-            total_j += part.joules
+            total_j += amount.joules
         return total_j if self._tracks_by_energy_key() else None
 
     def close(self) -> None:
         for track in self._tracks:
             track.sampler.stop(1.0)
         self._tracks = []
-        if self._wake >= 0:
-            os.close(self._wake)
-            self._wake = -1
+        if self._eventfd >= 0:
+            os.close(self._eventfd)
+            self._eventfd = -1
 
     def _open_readers(self) -> list[Reader]:
         """Return the GPUs that can be opened; without one, set `why_not`."""
         readers: dict[str, Reader] = {}
-        device = self._device
-        if self._device == "host":
+        device_name = self._device
+        if device_name == "host":
             self.why_not = "EFFICIENTLLM_DEVICE=host is no GPU"
             return []
         for rank in range(_MAX_GPUS):
@@ -96,7 +96,7 @@ class GpuEnergy:
                 rocr_visible_devices=self._environ.get("ROCR_VISIBLE_DEVICES"),
             )
             try:
-                reader = open_gpu(device, site)
+                reader = open_named_or_any_gpu(device_name, site)
             except DeviceUnavailable as error:
                 self.why_not = "" if readers else str(error)
                 break
@@ -104,7 +104,7 @@ class GpuEnergy:
                 reader.close()
                 break
             readers[reader.device.key] = reader
-            device = reader.device.kind
+            device_name = reader.device.kind  # for ``auto``: all GPUs are of the vendor of the first
             self.is_simulated = reader.device.simulated
             if self.is_simulated:
                 break  # any number of simulated devices could be opened

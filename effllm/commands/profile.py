@@ -34,7 +34,7 @@ from effllm import sensor_profile as profiling
 from effllm.commands.output import complain
 from effllm.config.settings import Config, cache_folder, read_config
 from effllm.config.switches import process_environ
-from effllm.devices import DeviceUnavailable, Reader, Site, open_gpu
+from effllm.devices import DeviceUnavailable, Reader, Site, open_named_or_any_gpu
 from effllm.energy import calibration
 from effllm.sensor_profile.load import TorchLoad
 from effllm.sensor_profile.nvml_facts import Facts
@@ -97,7 +97,7 @@ def _open_gpu(config: Config, device: str) -> Reader:
     """Open a GPU; `DeviceUnavailable` without one, or if the configured device is not a GPU."""
     visible = device or process_environ().get("CUDA_VISIBLE_DEVICES")
     site = Site(visible_devices=visible)
-    reader = open_gpu(config.device, site)
+    reader = open_named_or_any_gpu(config.device, site)
     if reader.device.is_gpu and not reader.device.simulated:
         return reader
     kind = reader.device.kind

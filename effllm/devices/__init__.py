@@ -85,12 +85,12 @@ def open_device(name: str, site: Site) -> Reader:
     """
     if name == "auto":
         try:
-            return open_gpu(name, site)
+            return open_named_or_any_gpu(name, site)
         except DeviceUnavailable as error:
             host = open_device("host", site)
-            if error.driver_works or any(map(_has_driver, _DRIVER_NODES)):
-                missing = (*host.device.not_measured, f"GPU: {error}")
-                host.device = replace(host.device, not_measured=missing)
+            if error.driver_works or any(map(_has_driver, _DRIVER_NODES)):  # the machine has a GPU
+                not_measured = (*host.device.not_measured, f"GPU: {error}")
+                host.device = replace(host.device, not_measured=not_measured)
             return host
     if name not in device_names():
         raise DeviceUnavailable(f"there is no device {name!r}; available devices: {', '.join(device_names())}")
@@ -119,11 +119,11 @@ def choose_for_rank(visible: Sequence[_T], num_entries: int, site: Site, source:
     )
 
 
-def open_gpu(name: str, site: Site) -> Reader:
-    """Open the device ``name``.  For ``auto``, open a GPU of any vendor, never the host.
+def open_named_or_any_gpu(name: str, site: Site) -> Reader:
+    """Open the device ``name``; for ``auto``, a GPU of any vendor, but never the host.
 
     Raises:
-        DeviceUnavailable: see `open_device`; for ``auto`` of the vendor whose driver is loaded, else of NVIDIA.
+        DeviceUnavailable: see `open_device`; of ``auto``, that of the vendor whose driver is loaded, else of NVIDIA.
     """
     if name != "auto":
         return open_device(name, site)

@@ -13,7 +13,7 @@ from fake_reader import Clock
 
 from effllm import devices
 from effllm.agent.gpu_energy import GpuEnergy
-from effllm.devices import DeviceUnavailable, Site, _amd_readings, device_names, nvml, open_gpu
+from effllm.devices import DeviceUnavailable, Site, _amd_readings, device_names, nvml, open_named_or_any_gpu
 from effllm.devices import open_device as open_named
 from effllm.devices.amd import CounterReading, judge_counter, open_device
 from effllm.records.rank import AVERAGE, COUNTER, GAUGES, GPU, INSTANT, MODULE
@@ -618,7 +618,7 @@ def test_device_auto_reports_an_amd_gpu_that_it_cannot_read(monkeypatch, no_nvid
     assert not [text for text in without_driver.not_measured if "amdsmi" in text]
     assert with_driver.not_measured[-1].startswith("GPU: the Python package amdsmi is not installed")
     with pytest.raises(DeviceUnavailable, match="amdsmi"):
-        open_gpu("auto", Site())
+        open_named_or_any_gpu("auto", Site())
 
 
 def test_watch_measures_amd_gpus_by_default(library, no_nvidia):

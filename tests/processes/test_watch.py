@@ -133,7 +133,7 @@ def test_gpu_with_a_late_first_read_is_counted(monkeypatch):
             raise DeviceUnavailable("there are four")
         return LateReader(site.local_rank, last=3)
 
-    monkeypatch.setattr(gpu_energy, "open_gpu", open_device)
+    monkeypatch.setattr(gpu_energy, "open_named_or_any_gpu", open_device)
     gpus = gpu_energy.GpuEnergy("nvml", {}, 0.05)
     gpus.start_samplers()
 
