@@ -36,10 +36,10 @@ class Processor:
 def _serial_digits(answer: Any) -> str:
     """Return the unique id in 16 digits; empty if the answer means "no id": zero, all bits set, or "N/A"."""
     try:
-        number = int(str(answer), 16)
+        serial = int(str(answer), 16)
     except ValueError:
         return ""
-    return f"{number:016x}" if 0 < number < 2**64 - 1 else ""
+    return f"{serial:016x}" if 0 < serial < 2**64 - 1 else ""
 
 
 def _plain_uuid(uuid: str) -> str:
@@ -74,8 +74,8 @@ def _read_processor(smi: Any, handle: Any) -> Processor:
         names |= {_plain_uuid(str(try_call(smi, "amdsmi_get_gpu_device_uuid", handle) or ""))}
     model = str(asic.get("market_name", "")).replace("N/A", "")
     device_id = str(asic.get("device_id")).lower()
-    is_one_of_two_dies = "MI250" in model or device_id in {"0x7408", "0x740c"}
-    has_cpu = "MI300A" in model or device_id == "0x74a0"
+    is_one_of_two_dies = "MI250" in model or device_id in {"0x7408", "0x740c"}  # PCI device ids of MI250 and MI250X
+    has_cpu = "MI300A" in model or device_id == "0x74a0"  # PCI device id of MI300A
     return Processor(handle, bus, serial, frozenset(names - {""}), model, is_one_of_two_dies, has_cpu)
 
 
@@ -110,8 +110,8 @@ def _select_listed(listed: str | None, processors: Sequence[Processor]) -> tuple
     for entry in entries:
         if entry.isdecimal() and int(entry) < len(processors):
             shown.append(processors[int(entry)])
-        elif named := [processor for processor in processors if _plain_uuid(entry) in processor.names]:
-            shown.append(named[0])
+        elif with_uuid := [processor for processor in processors if _plain_uuid(entry) in processor.names]:
+            shown.append(with_uuid[0])
         else:
             break
     return shown, len(entries)
@@ -129,13 +129,13 @@ def find_processor(site: Site, processors: Sequence[Processor]) -> Processor:
         return _find_torch_device(site, processors)
     # ROCm's runtime applies ROCR_VISIBLE_DEVICES first.  HIP numbers the devices that are left.  If
     # HIP_VISIBLE_DEVICES is not set, HIP reads CUDA_VISIBLE_DEVICES.
-    shown, entries = _select_listed(site.rocr_visible_devices, processors)
-    hip = site.hip_visible_devices if site.hip_visible_devices is not None else site.visible_devices
-    if hip is not None:
-        shown, entries = _select_listed(hip, shown)
+    visible, num_entries = _select_listed(site.rocr_visible_devices, processors)
+    hip_list = site.hip_visible_devices if site.hip_visible_devices is not None else site.visible_devices
+    if hip_list is not None:
+        visible, num_entries = _select_listed(hip_list, visible)
     lists = {"ROCR": site.rocr_visible_devices, "HIP": site.hip_visible_devices, "CUDA": site.visible_devices}
-    set_to = [f"{name}_VISIBLE_DEVICES={text!r}" for name, text in lists.items() if text is not None]
-    return choose_for_rank(shown, entries, site, " and ".join(set_to) or "this machine", len(processors))
+    settings = [f"{name}_VISIBLE_DEVICES={text!r}" for name, text in lists.items() if text is not None]
+    return choose_for_rank(visible, num_entries, site, " and ".join(settings) or "this machine", len(processors))
 
 
 def _find_torch_device(site: Site, processors: Sequence[Processor]) -> Processor:

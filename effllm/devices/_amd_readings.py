@@ -101,7 +101,7 @@ def number(value: Any, bits: Sequence[int] = (16, 32, 64)) -> float | None:
     return None if value in [2**width - 1 for width in bits] else float(value)
 
 
-def _scaled(scale: float, **answers: Any) -> dict[str, float]:
+def _scaled_numbers(scale: float, **answers: Any) -> dict[str, float]:
     numbers = {field: number(answer) for field, answer in answers.items()}
     return {field: value * scale for field, value in numbers.items() if value is not None}
 
@@ -122,7 +122,8 @@ def read_power(smi: Any, handle: Any) -> dict[str, float]:
     # MI300 and later return "current", earlier GPUs "average"; ROCm 7.0 adds "socket_power", which is one of the two.
     info = smi.amdsmi_get_power_info(handle)
     current, average = info.get("current_socket_power"), info.get("average_socket_power")
-    return _scaled(1.0, power_w=current, power_average_w=average) or _scaled(1.0, power_w=info.get("socket_power"))
+    powers = _scaled_numbers(1.0, power_w=current, power_average_w=average)
+    return powers or _scaled_numbers(1.0, power_w=info.get("socket_power"))
 
 
 def _read_memory(smi: Any, handle: Any) -> dict[str, float]:
@@ -134,7 +135,7 @@ def _read_memory(smi: Any, handle: Any) -> dict[str, float]:
 def read_activity(smi: Any, handle: Any) -> dict[str, float]:
     answer = smi.amdsmi_get_gpu_activity(handle)
     busy, dram = answer.get("gfx_activity"), answer.get("umc_activity")
-    ratios = _scaled(0.01, utilization=busy, dram_activity_ratio=dram)
+    ratios = _scaled_numbers(0.01, utilization=busy, dram_activity_ratio=dram)
     return {field: ratio for field, ratio in ratios.items() if 0 <= ratio <= 1}
 
 
@@ -142,12 +143,12 @@ def _read_temperature(smi: Any, handle: Any) -> dict[str, float]:
     # The value is in degrees, contrary to the documentation of 6.x: the library divides the driver's value by 1000.
     # The hottest spot is read, because MI300 has no other sensor.
     sensor, metric = smi.AmdSmiTemperatureType.JUNCTION, smi.AmdSmiTemperatureMetric.CURRENT
-    return _scaled(1.0, temperature_c=smi.amdsmi_get_temp_metric(handle, sensor, metric))
+    return _scaled_numbers(1.0, temperature_c=smi.amdsmi_get_temp_metric(handle, sensor, metric))
 
 
 def _read_clock(domain: str, part: str, field: str, smi: Any, handle: Any) -> dict[str, float]:
     answer = smi.amdsmi_get_clock_info(handle, getattr(smi.AmdSmiClkType, domain))
-    return _scaled(1e6, **{field: answer.get(part)})
+    return _scaled_numbers(1e6, **{field: answer.get(part)})
 
 
 _read_gfx_clock = partial(_read_clock, "GFX", "clk", "sm_clock_hz")
@@ -164,7 +165,7 @@ def _read_limit(part: str, field: str, smi: Any, handle: Any) -> dict[str, float
 read_power_limit = partial(_read_limit, "power_cap", "power_limit_w")
 read_default_power_limit = partial(_read_limit, "default_power_cap", "power_limit_default_w")
 
-Group = Callable[[Any, Any], dict[str, float]]
+Group = Callable[[Any, Any], dict[str, float]]  # one of the functions above: library, handle -> values of fields
 
 #: The fields that each call may return.  Energy and power come first: the time of these calls is the sample's time.
 GROUPS: dict[Group, tuple[str, ...]] = {

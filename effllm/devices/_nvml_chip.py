@@ -48,7 +48,7 @@ class Chip:
         memory = _memory_quantity(own)
         busy = Quantity("utilization", "nvmlDeviceGetUtilizationRates", own, part="gpu", maximum=100, divisor=100)
         utilization = first_supported(busy) if own is gpu else None  # NVML reports no utilization of slices
-        self._own = [quantity for quantity in (memory, utilization) if quantity is not None]
+        self._memory_and_utilization = [quantity for quantity in (memory, utilization) if quantity is not None]
         reasons, celsius = partial(Quantity, "throttled_by"), partial(Quantity, "temperature_c", maximum=1000)
         gauges = (
             first_supported(
@@ -64,16 +64,17 @@ class Chip:
         self.has_utilization = utilization is not None
         self.memory_total_bytes = _total_bytes(memory)
 
-    def read_own(self, values: dict[str, float], failures: dict[str, str]) -> None:
-        """Add memory and utilization by their names in `Sample`, and the reasons for failures.
+    def read_memory_and_utilization(self, values: dict[str, float], failures: dict[str, str]) -> None:
+        """Add both by their names in `Sample`, or the reasons for failures.
 
         ``utilization`` is the share of time with a running kernel, averaged by the driver over 1/6 s to 1 s,
         depending on the model.  With one sample per second, utilization is close to the mean since the last sample.
         """
-        for quantity in self._own:
+        for quantity in self._memory_and_utilization:
             quantity.read_into(values, failures)
 
     def read_gauges(self, values: dict[str, float], failures: dict[str, str]) -> None:
+        """Add the clocks event reasons (``throttled_by``), the clocks and the temperature."""
         for quantity in self._gauges:
             quantity.read_into(values, failures)
 
@@ -132,7 +133,7 @@ class EventPoller:
 
     def __init__(self, handle: Any, now_s: float) -> None:
         self._handle = handle
-        self._events: Any = None
+        self._events: Any = None  # NVML's set of events, from which critical errors are read
         limit = Quantity("power_limit_w", "nvmlDeviceGetEnforcedPowerLimit", handle, divisor=1e3)
         kind, since = pynvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, pynvml.NVML_VOLATILE_ECC
         errors = Quantity("ecc", "nvmlDeviceGetTotalEccErrors", handle, kind, since, maximum=MAX_VALUE_64)
@@ -150,9 +151,9 @@ class EventPoller:
             self.has_xids = True
 
     def poll(self, now_s: float, is_there: bool) -> tuple[Event, ...]:
-        """Return the events since the last poll; only a poll that is due reads.
+        """Return the events since the last poll; nothing is read before it is due.
 
-        Of a lost GPU, which is not there, only the last Xids are read, without a delay.
+        ``is_there``: whether the GPU answers; of a lost GPU, the last Xids are read at once, and nothing else.
         """
         if now_s < self._next_xids_s and is_there:
             return ()
@@ -187,8 +188,8 @@ class EventPoller:
 
 
 def _xid_text(number: int, times: int) -> str:
-    often = f", {times} times" if times > 1 else ""
-    return f"Xid {number}{often}: a critical error of the GPU, see the driver's log"
+    times_text = f", {times} times" if times > 1 else ""
+    return f"Xid {number}{times_text}: a critical error of the GPU, see the driver's log"
 
 
 def _only_value(quantity: Quantity | None) -> float | None:

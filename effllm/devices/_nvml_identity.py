@@ -39,8 +39,8 @@ def _uuids_of_entries(entries: Sequence[str], uuids: Sequence[str]) -> Iterator[
             yield entry
         elif entry.isdecimal() and int(entry) < len(uuids):
             yield uuids[int(entry)]
-        elif entry.startswith("GPU-") and len(alike := [uuid for uuid in uuids if uuid.startswith(entry)]) == 1:
-            yield alike[0]
+        elif entry.startswith("GPU-") and len(matching := [uuid for uuid in uuids if uuid.startswith(entry)]) == 1:
+            yield matching[0]
         else:
             return  # as in CUDA, entries after the first invalid entry are not visible
 
@@ -56,7 +56,7 @@ def _given_slices(site: Site) -> list[str]:
 
 
 def _uuids_in_bus_order(site: Site) -> list[str]:
-    """Return the UUIDs of the visible GPUs: all, or those of the slices that a container was given."""
+    """Return the UUIDs of the visible GPUs: of all, or of those whose slices a container was given."""
     parents = set()
     for name in _given_slices(site):
         with suppress(pynvml.NVMLError):  # a container may not read the GPU of its slice
@@ -85,11 +85,11 @@ def find_handle(site: Site) -> Any:
             handle = pynvml.nvmlDeviceGetHandleByUUID(uuid)
         except (pynvml.NVMLError_NotFound, pynvml.NVMLError_InvalidArgument) as error:
             raise DeviceUnavailable(f"CUDA_VISIBLE_DEVICES names {uuid}, and NVML lists no such device here") from error
-    return _first_slice(handle, site) if _is_divided(handle, site) else handle
+    return _first_slice(handle, site) if _is_in_mig_mode(handle, site) else handle
 
 
-def _is_divided(handle: Any, site: Site) -> bool:
-    """Whether a handle is of a whole GPU that is in MIG mode, or of which this may not be read."""
+def _is_in_mig_mode(handle: Any, site: Site) -> bool:
+    """Whether a handle is of a whole GPU in MIG mode, or of a whole GPU whose mode may not be read."""
     try:
         return not _is_slice(handle) and bool(pynvml.nvmlDeviceGetMigMode(handle)[0])
     except pynvml.NVMLError_NoPermission:
@@ -175,8 +175,8 @@ def slice_of(handle: Any) -> Slice | None:
     except LACKING:
         return None
     gpu = gpu_of_slice(handle)
-    own, whole, word = _energy_share(handle, gpu)
-    note = f"{own}/{whole} of {_uuid_or_the_gpu(gpu)}'s energy, by {word}"
+    own, whole, parts = _energy_share(handle, gpu)
+    note = f"{own}/{whole} of {_uuid_or_the_gpu(gpu)}'s energy, by {parts}"
     return Slice(gpu, own / whole, note, _instance_of(handle))
 
 
@@ -200,17 +200,17 @@ def _instance_of(handle: Any) -> int | None:
 def _energy_share(handle: Any, gpu: Any) -> tuple[int, int, str]:
     """Return a slice's share of its GPU as numerator, denominator, and the name of the counted parts."""
     max_slices, total_bytes = _max_slices_and_memory(gpu)
-    own = text_of(pynvml.nvmlDeviceGetUUID(handle))
-    slices = _slices_by_uuid(gpu, max_slices) | {own: handle}
-    shapes = {uuid: _shape(part) for uuid, part in slices.items()}
-    counts = {uuid: count for uuid, (count, _, _) in shapes.items()}
-    if not all(counts.values()):
+    own_uuid = text_of(pynvml.nvmlDeviceGetUUID(handle))
+    slices = _slices_by_uuid(gpu, max_slices) | {own_uuid: handle}
+    sizes = {uuid: _size(mig_slice) for uuid, mig_slice in slices.items()}
+    compute_slices = {uuid: count for uuid, (count, _, _) in sizes.items()}
+    if not all(compute_slices.values()):
         return 1, len(slices), "number of slices"
     # The compute instances of a GPU instance share its memory.
-    taken_bytes = sum({instance: size for _, instance, size in shapes.values()}.values())
+    taken_bytes = sum({instance: memory_bytes for _, instance, memory_bytes in sizes.values()}.values())
     is_full = total_bytes - taken_bytes < total_bytes * _MIN_MEMORY_SHARE
-    whole = sum(counts.values()) if is_full else max(sum(counts.values()), max_slices)
-    return counts[own], whole, "compute slices"
+    whole = sum(compute_slices.values()) if is_full else max(sum(compute_slices.values()), max_slices)
+    return compute_slices[own_uuid], whole, "compute slices"
 
 
 def _max_slices_and_memory(gpu: Any) -> tuple[int, int]:
@@ -234,7 +234,7 @@ def _slices_by_uuid(gpu: Any, max_slices: int) -> dict[str, Any]:
     return slices
 
 
-def _shape(handle: Any) -> tuple[int, int | None, int]:
+def _size(handle: Any) -> tuple[int, int | None, int]:
     """Return the number of compute slices, the GPU instance and the memory of a slice; 0, None and 0 if unknown."""
     try:
         attributes = pynvml.nvmlDeviceGetAttributes_v2(handle)

@@ -56,8 +56,8 @@ class FieldBatch:
             answer.fieldId, answer.scopeId = field.id, field.scope
         self._call = partial(pynvml.nvmlLib.nvmlDeviceGetFieldValues, handle, c_int(len(fields)), byref(answers))
         # An answer ends with the return code and with the value, which is a C union.
-        code = f"{pynvml.c_nvmlFieldValue_t.nvmlReturn.offset}xI"
-        form = "=" + "".join(code + ("Q" if field.bits == 64 else "I4x") for field in fields)
+        code_form = f"{pynvml.c_nvmlFieldValue_t.nvmlReturn.offset}xI"
+        form = "=" + "".join(code_form + ("Q" if field.bits == 64 else "I4x") for field in fields)
         self._unpack = partial(struct.Struct(form).unpack_from, answers)
 
     def read_fields(self, failures: dict[str, str]) -> tuple[dict[str, float], int]:
@@ -82,7 +82,7 @@ class FieldBatch:
 
 
 class NvmlPower:
-    """The energy and power of a GPU, or of a slice, to which the other parts of a module do not belong.
+    """The energy and power of a GPU, of its whole module if the counter measures this, or of a slice.
 
     By the product's ``name`` the hardware table has the kind of power that nvmlDeviceGetPowerUsage returns.  ``share``
     is a slice's share of the GPU's energy.
@@ -90,19 +90,20 @@ class NvmlPower:
 
     def __init__(self, handle: Any, name: str, is_slice: bool = False, share: float = 1.0) -> None:
         has = partial(_is_readable, handle)
-        own, of_module = filter(has, _POWERS), filter(has, _MODULE_POWERS)
-        offer = _choose_scope(handle, own, of_module, is_slice=is_slice, has_counter=has(_ENERGY))
-        self.scope, self.note = offer.scope, offer.note
-        essential = (*offer.counter, *offer.powers[:1])
+        of_gpu, of_module = filter(has, _POWERS), filter(has, _MODULE_POWERS)
+        chosen = _choose_fields(handle, of_gpu, of_module, is_slice=is_slice, has_counter=has(_ENERGY))
+        self.scope, self.note = chosen.scope, chosen.note
+        essential = (*chosen.counter, *chosen.powers[:1])
         required = frozenset(field.name for field in essential)
-        everything = (*offer.counter, *offer.powers, *offer.module_power, *filter(has, (_MEMORY_POWER,)))
+        everything = (*chosen.counter, *chosen.powers, *chosen.module_power, *filter(has, (_MEMORY_POWER,)))
         self._essential = FieldBatch(handle, essential, required, share) if essential else None
         self._everything = FieldBatch(handle, everything, required, share) if essential else None
-        singles = [] if offer.counter or offer.note else [_energy_quantity(handle, share)]
-        singles += [] if offer.powers else [_power_quantity(handle, name, share)]
+        # Energy or power that has no field is read by a call of its own.
+        singles = [] if chosen.counter or chosen.note else [_energy_quantity(handle, share)]
+        singles += [] if chosen.powers else [_power_quantity(handle, name, share)]
         self._singles = [quantity for quantity in singles if quantity is not None]
-        self.names = required.union(quantity.name for quantity in self._singles)
-        self.method = next((method for method, name in _METHODS if name in self.names), None)
+        self.names = required.union(quantity.name for quantity in self._singles)  # values whose absence is a failure
+        self.method = next((method for method, name in _METHODS if name in self.names), None)  # of the energy
 
     def read_power(self, failures: dict[str, str], *, energy_only: bool = False) -> tuple[dict[str, float], int]:
         """Return the values in base units and their time; reasons for failures are added to ``failures``."""
@@ -119,7 +120,7 @@ class NvmlPower:
 _METHODS = ((COUNTER, "energy_j"), (INSTANT, "power_w"), (AVERAGE, "power_average_w"))
 
 
-class _Offer(NamedTuple):
+class _ChosenFields(NamedTuple):
     """The chosen scope, with its fields of energy and power."""
 
     scope: str
@@ -129,11 +130,11 @@ class _Offer(NamedTuple):
     note: str = ""
 
 
-def _choose_scope(
-    handle: Any, own: Iterable[NvmlField], of_module: Iterable[NvmlField], *, is_slice: bool, has_counter: bool
-) -> _Offer:
+def _choose_fields(
+    handle: Any, of_gpu: Iterable[NvmlField], of_module: Iterable[NvmlField], *, is_slice: bool, has_counter: bool
+) -> _ChosenFields:
     """Choose the scope: that of the counter, but the GPU for a slice."""
-    powers, module_powers = tuple(own), tuple(of_module)
+    powers, module_powers = tuple(of_gpu), tuple(of_module)
     counter_scope = GPU
     if has_counter and powers and module_powers:
         counter_scope = _scope_of_counter(handle, powers[0], module_powers[0])
@@ -143,9 +144,9 @@ def _choose_scope(
         note = f"power is integrated, because the energy counter measures the {counter_scope}"
     counter = (_ENERGY,) if has_counter and not note else ()
     if scope == MODULE:
-        return _Offer(MODULE, counter, module_powers, note=note)
+        return _ChosenFields(MODULE, counter, module_powers, note=note)
     module_power = tuple(field._replace(name="module_power_w") for field in module_powers[:1])
-    return _Offer(GPU, counter, powers, module_power, note)
+    return _ChosenFields(GPU, counter, powers, module_power, note)
 
 
 def _is_readable(handle: Any, field: NvmlField) -> bool:
@@ -164,24 +165,24 @@ def _is_readable(handle: Any, field: NvmlField) -> bool:
     return True
 
 
-def _scope_of_counter(handle: Any, own: NvmlField, of_module: NvmlField) -> str:
+def _scope_of_counter(handle: Any, of_gpu: NvmlField, of_module: NvmlField) -> str:
     """Return the scope whose power is nearer to the counter's rate: the GPU, or the whole module (Grace-Hopper)."""
-    fields = (_ENERGY, own._replace(name="own"), of_module._replace(name="module"))
+    fields = (_ENERGY, of_gpu._replace(name="gpu"), of_module._replace(name="module"))
     batch = FieldBatch(handle, fields, frozenset())
-    readings = []
+    readings = []  # time, energy, power of the GPU, power of the module
     end_s = time.monotonic() + PROBE_S
     while time.monotonic() < end_s:
         values, time_ns = batch.read_fields({})
         if len(values) == len(fields):
-            readings.append((time_ns, values["energy_j"], values["own"], values["module"]))
+            readings.append((time_ns, values["energy_j"], values["gpu"], values["module"]))
         time.sleep(_PROBE_EVERY_S)
     ticks = [(first[0] + second[0], second[1]) for first, second in pairwise(readings) if second[1] != first[1]]
     if len(ticks) < 2:
         return GPU
     (first_ns, first_j), (last_ns, last_j) = ticks[0], ticks[-1]
     rate_w = (last_j - first_j) / (last_ns - first_ns) * 2e9  # a tick's time is a sum of two readings' times
-    own_w, module_w = (sum(reading[column] for reading in readings) / len(readings) for column in (2, 3))
-    return MODULE if abs(rate_w - module_w) < abs(rate_w - own_w) else GPU
+    gpu_w, module_w = (sum(reading[column] for reading in readings) / len(readings) for column in (2, 3))
+    return MODULE if abs(rate_w - module_w) < abs(rate_w - gpu_w) else GPU
 
 
 def _energy_quantity(handle: Any, share: float) -> Quantity | None:

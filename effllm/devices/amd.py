@@ -57,7 +57,7 @@ class AmdReader:
         self._fields_by_group = self._supported_fields(processor)
         residencies, status = calls.read_throttling(self._smi, self._handle)
         self._has_throttling = bool(residencies) or status is not None
-        self._residencies: dict[str, float] | None = None
+        self._residencies: dict[str, float] | None = None  # at the last reading: limit -> total time of activity
         self.device = self._make_device(processor, self._choose_source(processor, processors))
         self._is_open = True
 
@@ -125,18 +125,18 @@ class AmdReader:
 
     def _counter_or_power(self) -> _EnergySource:
         has_counter = bool(self._fields_by_group[calls.read_energy])
-        verdict = (
+        judged = (
             judge_counter(self._read_for_comparison()) if has_counter else CounterJudgement(False, "no counter found")
         )
-        if verdict.is_good:
-            note = f"the energy counter is not checked: {verdict.reason}" if verdict.reason else ""
+        if judged.is_good:
+            note = f"the energy counter is not checked: {judged.reason}" if judged.reason else ""
             return _EnergySource(COUNTER, note)
         self._fields_by_group[calls.read_energy] = ()
         method = INSTANT if self._has_field("power_w") else AVERAGE if self._has_field("power_average_w") else None
         if method is None:
-            missing = f"energy: AMD SMI gives no power, and the energy counter is not used: {verdict.reason}"
+            missing = f"energy: AMD SMI gives no power, and the energy counter is not used: {judged.reason}"
             return _EnergySource(None, missing=missing)
-        return _EnergySource(method, f"power is integrated, because the energy counter is not used: {verdict.reason}")
+        return _EnergySource(method, f"power is integrated, because the energy counter is not used: {judged.reason}")
 
     def _read_for_comparison(self) -> list[CounterReading]:
         readings: list[CounterReading] = []
@@ -200,7 +200,7 @@ class AmdReader:
         return round((began_s if middle_s is None else middle_s) * 1e9), values, failures
 
     def _throttled_by(self, failures: dict[str, str]) -> tuple[str, ...] | None:
-        """Return the limits that were active since the last reading, ``None`` at the first; before MI300, now."""
+        """Return the limits active since the last reading (``None`` at the first); on GPUs before MI300, active now."""
         before = self._residencies
         self._residencies, status = calls.read_throttling(self._smi, self._handle)
         if self._residencies:

@@ -85,9 +85,9 @@ class ProcessTree:
         self._excluded = excluded
         self._clock = clock
         self._processes: dict[int, psutil.Process] = {}  # in this order: trainer, children, grandchildren of each child
-        self._inherited_bytes: dict[int, int] = {}
+        self._inherited_bytes: dict[int, int] = {}  # by pid; see the function of this name
         self._next_list_s = clock()
-        self._last_usages: dict[int, Usage] = {}
+        self._last_usages: dict[int, Usage] = {}  # by pid
         with suppress(psutil.NoSuchProcess):
             self._processes[pid] = psutil.Process(pid)
 
@@ -164,7 +164,7 @@ class HostReader:
         self._tree = tree
         self._rapl = rapl
         self._num_cpus = psutil.cpu_count() or 1
-        self._last_ns = 0
+        self._last_ns = 0  # time of the last successful read of the process tree
 
     def read(self) -> tuple[Sample, dict[str, str]]:
         failures: dict[str, str] = {}
@@ -195,8 +195,9 @@ def open_device(
     powercap: Path = POWERCAP,
     pause: Callable[[float], None] = time.sleep,
 ) -> HostReader:
+    """Open the host; only local rank 0 reads the energy counters, if there are any."""
     rapl, why_not = None, ""
-    if site.local_rank == 0:  # node power is read only by local rank 0
+    if site.local_rank == 0:
         try:
             rapl = open_rapl(clock, powercap, pause)
         except DeviceUnavailable as error:

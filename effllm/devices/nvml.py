@@ -131,7 +131,7 @@ class NvmlReader:
         failures: dict[str, str] = {}
         values, time_ns = self._power.read_power(failures)
         power_w = values.get("power_w")
-        self._chip.read_own(values, failures)
+        self._chip.read_memory_and_utilization(values, failures)
         is_there = bool(values) or not failures
         if is_there:  # a lost GPU has no further readings
             self._chip.read_gauges(values, failures)
@@ -222,8 +222,8 @@ class Gpm:
 
     def __init__(self, handle: Any, instance: int | None) -> None:
         self._handle, self._instance = handle, instance
-        self._samples: list[Any] = []
-        self._last_s: float | None = None
+        self._samples: list[Any] = []  # memory of two samples, the newer one first
+        self._last_s: float | None = None  # time of the last sample
         self._request = pynvml.c_nvmlGpmMetricsGet_t(
             version=pynvml.NVML_GPM_METRICS_GET_VERSION, numMetrics=len(_GPM_METRICS)
         )

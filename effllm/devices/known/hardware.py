@@ -139,10 +139,10 @@ def find_by_typed_words(name: str) -> Hardware | None:
 
 
 def similar_gpus(name: str) -> list[str]:
-    """Return short names near to a name."""
-    short = {" ".join(sorted(_typed_words(row.names[0]))): row.names[0] for row in ROWS}
-    near = difflib.get_close_matches(" ".join(sorted(_typed_words(name))), short, 4, 0.3)
-    return [short[words] for words in near]
+    """Return the names of at most four devices whose short names are near to a name."""
+    names_by_words = {" ".join(sorted(_typed_words(row.names[0]))): row.names[0] for row in ROWS}
+    near_words = difflib.get_close_matches(" ".join(sorted(_typed_words(name))), names_by_words, n=4, cutoff=0.3)
+    return [names_by_words[words] for words in near_words]
 
 
 def usable_bytes(row: Hardware) -> float:
@@ -153,11 +153,9 @@ def usable_bytes(row: Hardware) -> float:
 
 
 def _typed_words(name: str) -> frozenset[str]:
-    plain = re.sub(r"(?<=[a-z])(?=rtx|gtx)|(?<=rtx)(?=\d)|(?<=gtx)(?=\d)", " ", name.lower())
-    return frozenset(re.findall(r"[a-z0-9]+", plain)) - {"nvidia", "tesla", "geforce", "amd", "instinct"}
+    separated = re.sub(r"(?<=[a-z])(?=rtx|gtx)|(?<=rtx)(?=\d)|(?<=gtx)(?=\d)", " ", name.lower())  # as in "rtx4090"
+    return frozenset(re.findall(r"[a-z0-9]+", separated)) - {"nvidia", "tesla", "geforce", "amd", "instinct"}
 
-
-# --- names ---------------------------------------------------------------------------------------
 
 _SLICE = re.compile(r"\s*\bMIG\b.*$", re.IGNORECASE)  # "... MIG 1g.10gb"
 

@@ -97,7 +97,7 @@ def open_reader(host: str, root: Path = HWMON) -> NodeReader:
 def _make_reader(host: str, meters: Sequence[Meter], has_module_meter: bool) -> NodeReader:
     intervals_s = {meter.average_s for meter in meters}
     average_s = max((interval_s for interval_s in intervals_s if interval_s is not None), default=1.0)
-    average = "the averaging interval is assumed" if None in intervals_s else f"the meter averages over {average_s:g} s"
+    how = "the averaging interval is assumed" if None in intervals_s else f"the meter averages over {average_s:g} s"
     device = node_device(
         host,
         CPU,
@@ -105,7 +105,7 @@ def _make_reader(host: str, meters: Sequence[Meter], has_module_meter: bool) -> 
         name="NVIDIA Grace",
         energy_method=AVERAGE,
         energy_note=f"{', '.join(meter.label for meter in meters)}: the whole CPU side of the socket",
-        sensor=Sensor(tick_s=average_s, average_s=average_s, is_held=True, source=f"{average}; {_ERROR}"),
+        sensor=Sensor(tick_s=average_s, average_s=average_s, is_held=True, source=f"{how}; {_ERROR}"),
         driver="acpi_power_meter",
         energy_key=f"module-cpu:{host}" if has_module_meter else "",
     )

@@ -56,8 +56,8 @@ class Tool(NamedTuple):
 
     name: str
     arguments: tuple[str, ...]
-    watts: re.Pattern[str]
-    state: re.Pattern[str]
+    watts: re.Pattern[str]  # its group is the power
+    state: re.Pattern[str]  # its group matches only while the measurement is on
 
 
 TOOLS = (

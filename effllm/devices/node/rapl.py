@@ -87,9 +87,9 @@ class Rapl:
         self.note = note
         self._counters = counters
         self._clock = clock
-        self._last = [counter.microjoules() for counter in counters]
+        self._last_uj = [counter.microjoules() for counter in counters]
         self._last_s = clock()
-        self._start_j = self._total_j = _START_J
+        self._start_j = self._total_j = _START_J  # the total after the last unknown energy, and now
         self._smallest_range_j = min(counter.range_uj for counter in counters) / 1e6
 
     def energy_j(self) -> float:
@@ -101,14 +101,14 @@ class Rapl:
         Raises:
             OSError, ValueError: a counter cannot be read, or its count since the last read is unknown.
         """
-        counts, now_s = [counter.microjoules() for counter in self._counters], self._clock()
+        now_uj, now_s = [counter.microjoules() for counter in self._counters], self._clock()
         # A counter that decreased has wrapped around; the difference modulo the range is right.
         spent_j = [
             (now - last) % counter.range_uj / 1e6
-            for counter, now, last in zip(self._counters, counts, self._last, strict=True)
+            for counter, now, last in zip(self._counters, now_uj, self._last_uj, strict=True)
         ]
         limit_j = _PACKAGE_MAX_W * (now_s - self._last_s + 1.0)
-        self._last, self._last_s = counts, now_s
+        self._last_uj, self._last_s = now_uj, now_s
         if limit_j > self._smallest_range_j:
             self._lower_total()
             raise ValueError("the counters were not read for so long that they may have wrapped more than once")
@@ -130,24 +130,25 @@ def mirrored_packages(counters: Sequence[Counter], pause: Callable[[float], None
     and 8d72eba1cf8c).
     """
     packages = [index for index, counter in enumerate(counters) if counter.is_package]
-    values: dict[tuple[int, int], set[int]] = {  # of packages that may be mirrors -> values of the second
-        (one, other): set()
-        for one, other in combinations(packages, 2)
-        if counters[one].range_uj == counters[other].range_uj
+    values: dict[tuple[int, int], set[int]] = {  # package, and a later one that may mirror it -> values of the later
+        (package, later): set()
+        for package, later in combinations(packages, 2)
+        if counters[package].range_uj == counters[later].range_uj
     }
     for _ in range(_COMPARISONS):
         if not values:
             break
         pause(_PAUSE_S)
         first, second = ([counter.microjoules() for counter in counters] for _ in range(2))
-        for one, other in list(values):
-            range_uj = counters[one].range_uj
-            # `other` is read between two reads of `one`, so a mirror of `one` has a value from the first to the second.
-            if (first[other] - first[one]) % range_uj <= (second[one] - first[one]) % range_uj:
-                values[one, other].add(first[other])
+        for package, later in list(values):
+            range_uj = counters[package].range_uj
+            # `later` is read between two reads of `package`: a mirror has a value from the first to the second.
+            if (first[later] - first[package]) % range_uj <= (second[package] - first[package]) % range_uj:
+                values[package, later].add(first[later])
             else:
-                del values[one, other]
-    return {other for (_, other), seen in values.items() if len(seen) > _MIN_MOVES}
+                del values[package, later]
+    # Counters that did not move are equal by chance.
+    return {later for (_, later), values_of_later in values.items() if len(values_of_later) > _MIN_MOVES}
 
 
 def open_rapl(

@@ -246,14 +246,11 @@ def find_source(service: Service, path: str) -> tuple[Source, str]:
         links = [link for link in links if link.rstrip("/") == path]
         if not links:
             raise ValueError(f"{path} is neither the root of the service nor one of its chassis")
-    every = [(link, chassis) for link in links if (chassis := service.get(link)) is not None]
-    outer = (
-        every
-        if is_named
-        else [pair for pair in every if not _linked_path(_as_object(pair[1].get("Links")), "ContainedBy")] or every
-    )
+    all_chassis = [(link, chassis) for link in links if (chassis := service.get(link)) is not None]
+    outermost = [pair for pair in all_chassis if not _linked_path(_as_object(pair[1].get("Links")), "ContainedBy")]
+    chosen = outermost if outermost and not is_named else all_chassis
     why_not: list[str] = []
-    sources = [(*pair, source) for pair in outer if (source := _best_source(service, pair[1], why_not)) is not None]
+    sources = [(*pair, source) for pair in chosen if (source := _best_source(service, pair[1], why_not)) is not None]
     if not sources:
         raise ValueError("; ".join(["the service shows no power of a whole chassis", *why_not]))
     link, chassis, source = sources[0]
@@ -291,7 +288,7 @@ def _possible_sources(service: Service, chassis: Document) -> Iterator[Source]:
 
 
 def _supplies_w(service: Service, supplies: dict[str, str]) -> float:
-    """Return the sum of the inputs, from the metrics by supply; a removed or unplugged supply draws nothing."""
+    """Return the sum of the inputs, by the paths of supplies and their metrics; an unplugged supply draws nothing."""
     total_w = 0.0
     for path, metrics in supplies.items():
         watts = _valid_watts(_as_object((service.get(metrics) or {}).get("InputPowerWatts")).get("Reading"))
