@@ -40,19 +40,19 @@ def profile(
     ``open_load`` is called only after the idle GPU was measured, because a CUDA context raises power.  ``progress`` is
     called with the name of a stage and with the part of the stage that is done, 0..1.
     """
-    others = facts.num_processes() if facts else None
+    num_processes = facts.num_processes() if facts else None
     idle_s = max(IDLE_SHARE * seconds, MIN_IDLE_S)
     idle = record_readings(reader, clock, lambda share: progress("idle", share), idle_s)
     progress("calls", 0.0)
     calls = call_durations(reader, facts, clock)
-    evidence = SensorEvidence(reader.device, idle, others)
+    evidence = SensorEvidence(reader.device, idle, num_processes)
     loader: TorchLoad | None = None
     try:
         progress("load", 0.0)
         loader = open_load()
-        stretches = load_pattern_s((1 - IDLE_SHARE) * seconds, evidence.tick_s or 0.1)
-        loader.start_stretches(stretches)
-        loaded = record_readings(reader, clock, lambda share: progress("load", share), sum(stretches), loader)
+        stretches_s = load_pattern_s((1 - IDLE_SHARE) * seconds, evidence.tick_s or 0.1)
+        loader.start_stretches(stretches_s)
+        loaded = record_readings(reader, clock, lambda share: progress("load", share), sum(stretches_s), loader)
         progress("estimates", 0.0)
         evidence.add_load_record(loaded, loader.name)
     except LoadUnavailable as error:
@@ -65,6 +65,7 @@ def profile(
 
 
 def to_calibration(result: SensorProfile) -> Calibration | None:
+    """Return the sensor as a file of the cache; ``None`` if nothing of the sensor was measured."""
     if result.sensor.source not in (PROFILED, MEASURED):
         return None
     return Calibration(result.board.name, result.board.driver, result.date, result.sensor, result.measured_lag)
@@ -93,9 +94,10 @@ def measured_or_cached_sensor(reader: Reader, folder: Path) -> SensorSummary | N
         return None
     read = getattr(reader, "read_energy", reader.read)
     sensor = calibrate(device, lambda: read()[0], folder, keep=False)
-    same = {name: getattr(sensor, name) for name in SensorSummary.__struct_fields__ if name in Sensor.__struct_fields__}
+    both = [name for name in SensorSummary.__struct_fields__ if name in Sensor.__struct_fields__]
     scopes = _supported_scopes(device.key) if device.kind == "nvml" else {}
-    return SensorSummary(**same, measured_lag=sensor.source.startswith("profiled"), scopes=scopes)
+    values = {name: getattr(sensor, name) for name in both}
+    return SensorSummary(**values, measured_lag=sensor.source.startswith("profiled"), scopes=scopes)
 
 
 def _supported_scopes(uuid: str) -> dict[str, list[str]]:
@@ -111,15 +113,15 @@ def _supported_scopes(uuid: str) -> dict[str, list[str]]:
 
 def as_text(sensor: SensorSummary) -> list[tuple[str, list[str]]]:
     """Return the sensor as text: rows, each with a name and its lines."""
-    moves = f"a tick every {1e3 * sensor.tick_s:.1f} ms" if sensor.tick_s else "no tick is known"
-    held = "power is held for a tick" if sensor.is_held else "power is not held"
-    call = f"; a read takes {1e3 * sensor.call_s:.2f} ms" if sensor.call_s else ""
-    how = "both measured" if sensor.measured_lag else "both assumed"
+    tick_text = f"a tick every {1e3 * sensor.tick_s:.1f} ms" if sensor.tick_s else "no tick is known"
+    held_text = "power is held for a tick" if sensor.is_held else "power is not held"
+    call_text = f"; a read takes {1e3 * sensor.call_s:.2f} ms" if sensor.call_s else ""
+    evidence_text = "both measured" if sensor.measured_lag else "both assumed"
     rows = [
         ("energy sensor", [
-            f"{moves}, {held}{call}",
+            f"{tick_text}, {held_text}{call_text}",
             f"lag {1e3 * sensor.lag_s:.1f} ± {1e3 * sensor.lag_error_s:.0f} ms, "
-            f"measures {100 * sensor.duty:.0f} % of the time: {how}",
+            f"measures {100 * sensor.duty:.0f} % of the time: {evidence_text}",
             f"gain ± {100 * sensor.gain_error:.0f} %",
             f"{sensor.source}" + ("" if sensor.measured_lag else "; effllm profile measures the lag"),
         ]),

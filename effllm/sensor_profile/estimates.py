@@ -57,24 +57,20 @@ class Load:
 
     def __init__(self, edges: Sequence[LoadEdge], origin_ns: int) -> None:
         self.times_s = [(edge.time_ns - origin_ns) * NS for edge in edges]
-        self._on = [edge.is_on for edge in edges]
-        steps = [
-            (later - earlier) * is_on for (earlier, later), is_on in zip(pairwise(self.times_s), self._on, strict=False)
-        ]
-        self._loaded_until_s = list(accumulate(steps, initial=0.0))
+        self._is_on = [edge.is_on for edge in edges]  # from each of these times on
+        spans = zip(pairwise(self.times_s), self._is_on, strict=False)
+        loaded_s = [later_s - earlier_s if is_on else 0.0 for (earlier_s, later_s), is_on in spans]
+        self._loaded_until_s = list(accumulate(loaded_s, initial=0.0))
 
     def loaded_share(self, middles_s: np.ndarray, window_s: float | np.ndarray) -> np.ndarray:
         """Return the share of time under load in windows of one length or of their own, by their middles."""
         start_s, end_s = (
             np.interp(edges_s, self.times_s, self._loaded_until_s)
-            + self._on[-1] * np.maximum(edges_s - self.times_s[-1], 0.0)  # a load that is on stays on
+            + self._is_on[-1] * np.maximum(edges_s - self.times_s[-1], 0.0)  # a load that is on stays on
             for edges_s in (middles_s - window_s / 2, middles_s + window_s / 2)
         )
         share: np.ndarray = (end_s - start_s) / window_s
         return share
-
-
-# --- the times of changes ------------------------------------------------------------------------
 
 
 def ticks_of(readings: Readings) -> tuple[Rhythm, list[Tick]] | None:
@@ -98,9 +94,10 @@ def ticks_of(readings: Readings) -> tuple[Rhythm, list[Tick]] | None:
     variance_s2 = sum(residual**2 for residual in residuals) / max(len(residuals) - 2, 1)
     if variance_s2 > (MAX_JITTER * period_s) ** 2:
         return None
+    # A change is anywhere between two reads: the variance of a uniform distribution is a twelfth of its squared width.
     reads_s2 = sum((after[0] - before[0]) ** 2 for before, after in moves) / len(moves) / 12
-    lever2 = sum((number - statistics.fmean(numbers)) ** 2 for number in numbers)
-    error_s = 1.96 * math.sqrt(max(variance_s2, 1e-12) / lever2) if lever2 else period_s
+    number_squares = sum((number - statistics.fmean(numbers)) ** 2 for number in numbers)
+    error_s = 1.96 * math.sqrt(max(variance_s2, 1e-12) / number_squares) if number_squares else period_s  # of the slope
     ticks = [
         Tick(min(max(first_s + number * period_s, before[0]), after[0]), number, after[1])
         for number, (before, after) in zip(numbers, moves, strict=True)
@@ -110,25 +107,25 @@ def ticks_of(readings: Readings) -> tuple[Rhythm, list[Tick]] | None:
 
 def _period_numbers(middles: Sequence[float]) -> list[int]:
     """Return the number of periods from the first change to each change; the period is found from the smallest gaps."""
-    gaps = [later - earlier for earlier, later in pairwise(middles)]
-    period = sorted(gaps)[len(gaps) // 10]
-    for _ in range(4):
-        counts = [max(round(gap / period), 1) for gap in gaps]
-        period = sum(gaps) / sum(counts)
+    gaps_s = [later - earlier for earlier, later in pairwise(middles)]
+    period_s = sorted(gaps_s)[len(gaps_s) // 10]  # some gaps may be too small, and others several periods long
+    for _ in range(4):  # each time with a better period
+        counts = [max(round(gap_s / period_s), 1) for gap_s in gaps_s]
+        period_s = sum(gaps_s) / sum(counts)
     return list(accumulate(counts, initial=0))
 
 
-def is_together(ones: Sequence[Tick], others: Sequence[Tick], within_s: float) -> bool:
-    """Whether one reading changes at the same times as another."""
-    times = [other.at_s for other in others]
-    near = 0
-    for tick in ones:
-        index = bisect.bisect_left(times, tick.at_s)
-        near += any(abs(time_s - tick.at_s) <= within_s for time_s in times[max(index - 1, 0) : index + 1])
-    return near >= 0.9 * len(ones)
+def changes_with(ticks: Sequence[Tick], other_ticks: Sequence[Tick], within_s: float) -> bool:
+    """Whether nine in ten changes of a reading are at the time of a change of another reading."""
+    times_s = [tick.at_s for tick in other_ticks]
+    num_near = 0
+    for tick in ticks:
+        index = bisect.bisect_left(times_s, tick.at_s)
+        num_near += any(abs(time_s - tick.at_s) <= within_s for time_s in times_s[max(index - 1, 0) : index + 1])
+    return num_near >= 0.9 * len(ticks)
 
 
-def powers_of_steps(ticks: Sequence[Tick], rhythm: Rhythm) -> list[tuple[float, float]]:
+def powers_of_increases(ticks: Sequence[Tick], rhythm: Rhythm) -> list[tuple[float, float]]:
     """Return the time and the mean power of each increase of a counter, in W; those over several ticks are left out."""
     is_regular = rhythm.period_s > 0 and rhythm.jitter_s < REGULAR_S
     pairs = [(before, after) for before, after in pairwise(ticks) if after.at_s > before.at_s]
@@ -143,10 +140,7 @@ def powers_of_steps(ticks: Sequence[Tick], rhythm: Rhythm) -> list[tuple[float, 
     ]
 
 
-# --- the response to the load --------------------------------------------------------------------
-
-
-def response(load: Load, readings: Readings) -> Response | None:
+def fit_response(load: Load, readings: Readings) -> Response | None:
     """Return the window of readings and its delay behind the load; ``None`` if readings do not follow the load.
 
     The load was switched on before the window of the first reading begins.  Readings have the times at which their
@@ -161,8 +155,9 @@ def response(load: Load, readings: Readings) -> Response | None:
         return None
     cuts = [part * len(points) // PARTS for part in range(PARTS + 1)]
     without_part = (np.delete(points, slice(first, last), axis=0) for first, last in pairwise(cuts))
-    spread = [_best_nearby(load, readings, middle_s, window_s, 0.1)[:2] for readings in without_part]
-    middle_error_s, window_error_s = (max(_jackknife_95([pair[i] for pair in spread]), MIN_ERROR_S) for i in (0, 1))
+    fits = [_best_nearby(load, other_points, middle_s, window_s, 0.1) for other_points in without_part]
+    middles_s, windows_s, _ = zip(*fits, strict=True)
+    middle_error_s, window_error_s = (max(_jackknife_95(values_s), MIN_ERROR_S) for values_s in (middles_s, windows_s))
     at_s, watts = points.T
     rise_w, idle_w = statistics.linear_regression(load.loaded_share(at_s - middle_s, window_s).tolist(), watts.tolist())
     return Response(
@@ -182,18 +177,19 @@ def _explained_share(load: Load, readings: np.ndarray, middle_s: float, window_s
     at_s, values = readings.T
     shares = load.loaded_share(at_s - middle_s, window_s)
     x, y = shares - shares.mean(), values - values.mean()
-    both, own, others = float(x @ y), float(x @ x), float(y @ y)
-    return both * both / (own * others) if both > 0 and own > 0 and others > 0 else 0.0
+    xy, xx, yy = float(x @ y), float(x @ x), float(y @ y)
+    return xy * xy / (xx * yy) if xy > 0 and xx > 0 and yy > 0 else 0.0
 
 
 def _best_of_grid(load: Load, readings: np.ndarray) -> tuple[float, float]:
-    few = _thinned(readings, MAX_READINGS // 3)
+    """Return the middle and the length of the window with the best fit, among windows and delays of all lengths."""
+    few_readings = _thinned(readings, MAX_READINGS // 3)
     candidates, window_s = [], MIN_WINDOW_S
     while window_s <= MAX_WINDOW_S:
         step_s = max(window_s, 0.04) / 3
         middle_s = -window_s / 2
         while middle_s <= MAX_DELAY_S + window_s / 2:
-            candidates.append((_explained_share(load, few, middle_s, window_s), middle_s, window_s))
+            candidates.append((_explained_share(load, few_readings, middle_s, window_s), middle_s, window_s))
             middle_s += step_s
         window_s *= 1.4
     _, middle_s, window_s = max(candidates)
@@ -204,22 +200,22 @@ def _best_nearby(
     load: Load, readings: np.ndarray, middle_s: float, window_s: float, step: float = 0.5
 ) -> tuple[float, float, float]:
     """Search for the best fit near a window; return the middle and length of the best window, and its fit."""
-    best = _explained_share(load, readings, middle_s, window_s)
-    along_s, wider = step * max(window_s, 0.02), 1 + step
-    while along_s > 5e-5 or wider > 1.002:
-        around = [
-            (middle_s + along_s, window_s),
-            (middle_s - along_s, window_s),
-            (middle_s, min(window_s * wider, MAX_WINDOW_S)),
-            (middle_s, max(window_s / wider, MIN_WINDOW_S)),
+    best_fit = _explained_share(load, readings, middle_s, window_s)
+    shift_s, factor = step * max(window_s, 0.02), 1 + step
+    while shift_s > 5e-5 or factor > 1.002:
+        candidates = [
+            (middle_s + shift_s, window_s),
+            (middle_s - shift_s, window_s),
+            (middle_s, min(window_s * factor, MAX_WINDOW_S)),
+            (middle_s, max(window_s / factor, MIN_WINDOW_S)),
         ]
-        fits = [_explained_share(load, readings, *place) for place in around]
-        if max(fits) > best:
-            best = max(fits)
-            middle_s, window_s = around[fits.index(best)]
+        fits = [_explained_share(load, readings, *candidate) for candidate in candidates]
+        if max(fits) > best_fit:
+            best_fit = max(fits)
+            middle_s, window_s = candidates[fits.index(best_fit)]
         else:
-            along_s, wider = along_s / 2, 1 + (wider - 1) / 2
-    return middle_s, window_s, best
+            shift_s, factor = shift_s / 2, 1 + (factor - 1) / 2
+    return middle_s, window_s, best_fit
 
 
 def _thinned(readings: np.ndarray, maximum: int) -> np.ndarray:

@@ -28,6 +28,7 @@ MIN_LAG_ERROR_S = 0.005
 MIN_TICK_ERROR = 5e-4
 #: A measured window that is longer than this share of a tick counts as the whole tick.
 WHOLE_TICK = 0.97
+SMOOTHED_TICKS = 1.3  # the values of a counter whose window is more ticks long are smoothed
 
 #: The source of a sensor's values: measured under load, or measured only on the idle GPU.
 PROFILED, MEASURED = "profiled here", "measured here"
@@ -52,20 +53,23 @@ class _SeriesAnalysis(NamedTuple):
 
 
 class SensorEvidence:
-    """The results of the measurements so far."""
+    """The results of the measurements so far; ``num_processes``: other processes that compute on the GPU.
 
-    def __init__(self, device: Device, idle: Record, others: int | None) -> None:
+    Readings are named as in `_SERIES`.
+    """
+
+    def __init__(self, device: Device, idle: Record, num_processes: int | None) -> None:
         self._device, self._idle = device, idle
         self.unmeasured: list[str] = []
         self._warnings: list[str] = []
-        self._load, self._num_edges = "", 0
-        self._responses: dict[str, Response] = {}
-        self._was_held_under_load: bool | None = None
+        self._load_name, self._num_edges = "", 0
+        self._responses: dict[str, Response] = {}  # of the readings that follow the load
+        self._was_held_under_load: bool | None = None  # see `_is_held_by`
         self._analyses = _analysed_record(idle)  # of each reading the analysis with the most changes
         self._call_s = statistics.median(idle.calls_s) if idle.calls_s else 0.0
         busy = max((sample.utilization or 0.0 for sample in idle.full), default=0.0)
-        if others:
-            self._warnings.append(f"{others} other processes compute on this GPU: stop them and profile again")
+        if num_processes:
+            self._warnings.append(f"{num_processes} other processes compute on this GPU: stop them and profile again")
         elif busy > 0:
             self._warnings.append(
                 f"the GPU was {100 * busy:.0f} % busy before its load began: does another process use the GPU?"
@@ -74,55 +78,54 @@ class SensorEvidence:
     @property
     def tick_s(self) -> float:
         """The tick of the counter, else the tick of the power reading; 0 if both are unknown."""
-        rhythms = (self._analyses[part].rhythm for part in ("counter", "power"))
+        rhythms = (self._analyses[name].rhythm for name in ("counter", "power"))
         return next((rhythm.period_s for rhythm in rhythms if rhythm is not None), 0.0)
 
-    def add_load_record(self, record: Record, name: str) -> None:
-        self._load, self._num_edges = name, len(record.edges)
+    def add_load_record(self, record: Record, load_name: str) -> None:
+        self._load_name, self._num_edges = load_name, len(record.edges)
         load = estimates.Load(record.edges, record.origin_ns)
-        parts = _analysed_record(record)
-        for part, reading in parts.items():
-            before = self._analyses[part]
-            if before.rhythm is None or (reading.rhythm and reading.rhythm.changes >= before.rhythm.changes):
-                self._analyses[part] = reading
+        analyses = _analysed_record(record)
+        for name, analysis in analyses.items():
+            before = self._analyses[name]
+            if before.rhythm is None or (analysis.rhythm and analysis.rhythm.changes >= before.rhythm.changes):
+                self._analyses[name] = analysis
         from_s = load.times_s[0] + estimates.MAX_DELAY_S + estimates.MAX_WINDOW_S if record.edges else 0.0
-        for part, reading in parts.items():
-            followed = estimates.response(load, [value for value in reading.load_values if value[0] >= from_s])
-            if followed is not None:
-                self._responses[part] = followed
-            elif reading.load_values:
+        for name, analysis in analyses.items():
+            response = estimates.fit_response(load, [value for value in analysis.load_values if value[0] >= from_s])
+            if response is not None:
+                self._responses[name] = response
+            elif analysis.load_values:
                 self.unmeasured.append(
-                    f"lag and window of the {_SERIES[part][1]}: this reading does not follow the load"
+                    f"lag and window of the {_SERIES[name][1]}: this reading does not follow the load"
                 )
-        self._was_held_under_load = self._is_held_by(parts["counter"], parts["power"])
+        self._was_held_under_load = self._is_held_by(analyses["counter"], analyses["power"])
 
     def _is_held_by(self, counter: _SeriesAnalysis, power: _SeriesAnalysis) -> bool | None:
         """Return whether power changes only at the counter's ticks, where each reading is the mean of the last tick."""
         if counter.rhythm is None or not counter.rhythm.period_s or not power.load_values:
             return None
         tick_s = counter.rhythm.period_s
-        if power.rhythm is None or not estimates.is_together(
-            power.ticks, counter.ticks, 0.1 * tick_s + 2 * READS_APART_S
-        ):
+        within_s = 0.1 * tick_s + 2 * READS_APART_S
+        if power.rhythm is None or not estimates.changes_with(power.ticks, counter.ticks, within_s):
             return False
-        ours, theirs = self._responses.get("counter"), self._responses.get("power")
-        return None if ours is None or theirs is None else abs(ours.middle_s - theirs.middle_s) < tick_s / 4
+        of_counter, of_power = self._responses.get("counter"), self._responses.get("power")
+        if of_counter is None or of_power is None:
+            return None
+        return abs(of_counter.middle_s - of_power.middle_s) < tick_s / 4
 
     @property
     def _lag_s(self) -> float | None:
         """The counter's lag: a tick shows the energy up to a time `_lag_s` before the tick; ``None`` if unknown."""
-        followed, rhythm = self._responses.get("counter"), self._analyses["counter"].rhythm
-        return None if followed is None or rhythm is None else followed.middle_s - rhythm.period_s / 2
-
-    # --- the result ---
+        response, rhythm = self._responses.get("counter"), self._analyses["counter"].rhythm
+        return None if response is None or rhythm is None else response.middle_s - rhythm.period_s / 2
 
     def profile(self, seconds: float, calls: list[DriverCall], facts: Facts | None) -> SensorProfile:
-        followed, rhythm = self._responses.get("counter"), self._analyses["counter"].rhythm
-        if followed and rhythm and rhythm.period_s and followed.window_s > 1.3 * rhythm.period_s:
-            self._warnings.append(f"the counter is smoothed over {1e3 * followed.window_s:.0f} ms, more than its tick")
+        response, rhythm = self._responses.get("counter"), self._analyses["counter"].rhythm
+        if response and rhythm and _is_smoothed(response, rhythm):
+            self._warnings.append(f"the counter is smoothed over {1e3 * response.window_s:.0f} ms, more than its tick")
         device, sensor = self._device, self._sensor()
-        parts: dict[str, Any] = {part: reading.rhythm for part, reading in self._analyses.items()}
-        parts |= {f"{part}_response": followed for part, followed in self._responses.items()}
+        fields: dict[str, Any] = {name: analysis.rhythm for name, analysis in self._analyses.items()}
+        fields |= {f"{name}_response": response for name, response in self._responses.items()}
         return SensorProfile(
             effllm=__version__,
             date=time.strftime("%Y-%m-%d"),
@@ -135,8 +138,8 @@ class SensorEvidence:
             ),
             sensor=sensor,
             measured_lag=sensor.source == PROFILED,
-            load=self._load,
-            **parts,
+            load=self._load_name,
+            **fields,
             power_is_held=self._is_power_held(),
             calls=calls,
             fields=facts.field_answers() if facts else [],
@@ -161,25 +164,20 @@ class SensorEvidence:
         average = self._responses.get("average")
         if average is not None:
             sensor = replace(sensor, average_s=average.window_s)
-        followed, lag_s = self._responses.get("counter"), self._lag_s
+        response, lag_s = self._responses.get("counter"), self._lag_s
         if self._device.energy_method != COUNTER:  # `lag_s` is the lag of the energy counter only
             return replace(sensor, source=PROFILED) if self._responses and tick is not None else sensor
-        if followed is None or rhythm is None or lag_s is None:
+        if response is None or rhythm is None or lag_s is None:
             return sensor
-        open_s = followed.middle_error_s
-        if rhythm.period_s and followed.window_s > 1.3 * rhythm.period_s:
-            open_s += (followed.window_s - rhythm.period_s) / 2  # the lag does not correct the counter's smoothing
-        return replace(
-            sensor,
-            lag_s=lag_s,
-            lag_error_s=max(open_s, MIN_LAG_ERROR_S),
-            duty=_duty(followed, rhythm),
-            source=PROFILED,
-        )
+        error_s = response.middle_error_s
+        if _is_smoothed(response, rhythm):
+            error_s += (response.window_s - rhythm.period_s) / 2  # the lag does not correct the counter's smoothing
+        lag_error_s = max(error_s, MIN_LAG_ERROR_S)
+        return replace(sensor, lag_s=lag_s, lag_error_s=lag_error_s, duty=_duty(response, rhythm), source=PROFILED)
 
 
 def _analysed_record(record: Record) -> dict[str, _SeriesAnalysis]:
-    return {part: _analysed_series(record.series(name), part == "counter") for part, (name, _) in _SERIES.items()}
+    return {name: _analysed_series(record.series(field), name == "counter") for name, (field, _) in _SERIES.items()}
 
 
 def _analysed_series(series: list[tuple[float, float]], is_counter: bool) -> _SeriesAnalysis:
@@ -188,15 +186,19 @@ def _analysed_series(series: list[tuple[float, float]], is_counter: bool) -> _Se
         return _SeriesAnalysis(None, [], [] if is_counter else series)
     rhythm, ticks = rhythm_and_ticks
     if is_counter:
-        return _SeriesAnalysis(rhythm, ticks, estimates.powers_of_steps(ticks, rhythm))
+        return _SeriesAnalysis(rhythm, ticks, estimates.powers_of_increases(ticks, rhythm))
     return _SeriesAnalysis(rhythm, ticks, [(tick.at_s, tick.value) for tick in ticks] if rhythm.period_s else series)
 
 
-def _duty(followed: Response, rhythm: Rhythm) -> float:
+def _is_smoothed(response: Response, rhythm: Rhythm) -> bool:
+    return rhythm.period_s > 0 and response.window_s > SMOOTHED_TICKS * rhythm.period_s
+
+
+def _duty(response: Response, rhythm: Rhythm) -> float:
     """Return the share of a tick that the counter measures: 1 if its window may be the whole tick."""
-    if not rhythm.period_s or followed.window_s + followed.window_error_s >= WHOLE_TICK * rhythm.period_s:
+    if not rhythm.period_s or response.window_s + response.window_error_s >= WHOLE_TICK * rhythm.period_s:
         return 1.0
-    return followed.window_s / rhythm.period_s
+    return response.window_s / rhythm.period_s
 
 
 class Timer(Protocol):
@@ -212,7 +214,7 @@ class Record(NamedTuple):
 
     samples: list[Sample]
     full: list[Sample]  # samples with all quantities
-    calls_s: list[float]
+    calls_s: list[float]  # durations of the readings of energy and power only
     edges: Sequence[LoadEdge] = ()
 
     @property
@@ -238,9 +240,9 @@ def record_readings(
     clock: Timer,
     progress: Callable[[float], None],
     seconds: float,
-    until: TorchLoad | None = None,
+    load: TorchLoad | None = None,
 ) -> Record:
-    """Read for a duration, or until the load ends; then the record has the edges of the load."""
+    """Read for a duration, or with a load until it ends; then the record has the edges of the load."""
     read_energy = getattr(reader, "read_energy", reader.read)
     began_ns = next_full_ns = next_progress_ns = clock.monotonic_ns()
     record = Record([], [], [])
@@ -249,9 +251,9 @@ def record_readings(
         if now_ns >= next_progress_ns:
             progress(min((now_ns - began_ns) * NS / seconds, 1.0))
             next_progress_ns = now_ns + round(0.1 / NS)
-            if until is not None and (edges := until.take_edges()) is not None:
+            if load is not None and (edges := load.take_edges()) is not None:
                 return record._replace(edges=edges)
-        if until is None and now_ns >= began_ns + seconds / NS:
+        if load is None and now_ns >= began_ns + seconds / NS:
             return record
         is_full = now_ns >= next_full_ns
         sample, _ = reader.read() if is_full else read_energy()
@@ -266,8 +268,8 @@ def record_readings(
 
 
 def call_durations(reader: Reader, facts: Facts | None, clock: Timer) -> list[DriverCall]:
-    asked = [("a sample of the agent", reader.read)]
+    named_calls = [("a sample of the agent", reader.read)]
     if hasattr(reader, "read_energy"):
-        asked.append(("a read of the agent at the edge of a window", reader.read_energy))
-    own = [call for name, ask in asked if (call := timed_call(name, ask, clock.sleep)) is not None]
+        named_calls.append(("a read of the agent at the edge of a window", reader.read_energy))
+    own = [call for name, ask in named_calls if (call := timed_call(name, ask, clock.sleep)) is not None]
     return own + (facts.call_durations(clock.sleep) if facts else [])

@@ -32,12 +32,12 @@ def load_pattern_s(seconds: float, tick_s: float) -> list[float]:
     """
     chance = random.Random(20261120)  # noqa: S311 - the same pattern each time
     tick_s = min(max(tick_s, 0.04), 0.5)
-    stretches = [max(0.2 * seconds, 2.5), max(0.04 * seconds, 0.5)]
-    while sum(stretches) < 0.72 * seconds:
-        stretches += [chance.uniform(0.3, 2.5) * tick_s, chance.uniform(1.3, 3.0) * tick_s]
-    while sum(stretches) < seconds:
-        stretches += [chance.uniform(0.5, 2.5), chance.uniform(0.5, 2.5)]
-    return stretches
+    stretches_s = [max(0.2 * seconds, 2.5), max(0.04 * seconds, 0.5)]
+    while sum(stretches_s) < 0.72 * seconds:
+        stretches_s += [chance.uniform(0.3, 2.5) * tick_s, chance.uniform(1.3, 3.0) * tick_s]
+    while sum(stretches_s) < seconds:
+        stretches_s += [chance.uniform(0.5, 2.5), chance.uniform(0.5, 2.5)]
+    return stretches_s
 
 
 class TorchLoad:
@@ -50,8 +50,8 @@ class TorchLoad:
         self.name = ""
         self._device = device
         self._process: subprocess.Popen[bytes] | None = None
-        self._orders = self._answers = -1
-        self._received = b""
+        self._orders = self._answers = -1  # descriptors: the pipe to the process, and the pipe from it
+        self._received = b""  # the beginning of the next answer
         self._deadline_s = 0.0
 
     def opened(self) -> TorchLoad:

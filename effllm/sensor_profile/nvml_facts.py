@@ -79,17 +79,17 @@ class Facts:
 
 def timed_call(name: str, ask: Callable[[], Any], sleep: Callable[[float], None] = time.sleep) -> DriverCall | None:
     """Return the median and the longest duration of a call; ``None`` if NVML has an error."""
-    spent_s = []
+    durations_s = []
     try:
         ask()
         for _ in range(REPEATS):
             began_s = time.perf_counter()
             ask()
-            spent_s.append(time.perf_counter() - began_s)
+            durations_s.append(time.perf_counter() - began_s)
             sleep(APART_S)
     except pynvml.NVMLError:
         return None
-    return DriverCall(name, statistics.median(spent_s), max(spent_s), REPEATS)
+    return DriverCall(name, statistics.median(durations_s), max(durations_s), REPEATS)
 
 
 def _or_none(ask: Callable[[], Any]) -> Any:

@@ -39,15 +39,15 @@ def main(arguments: list[str]) -> None:
         while b"\n" in received:
             line, _, received = received.partition(b"\n")
             order = json.loads(line)
-            name, do = ("rates", products.measure_rates) if isinstance(order, float) else ("edges", products.alternate)
+            is_rates = isinstance(order, float)  # else a list of durations
             try:
-                answer = do(order)
+                answer = products.measure_rates(order) if is_rates else products.alternate(order)
             except RuntimeError as error:  # all CUDA errors have this type
                 _send(answers, {"unavailable": f"torch failed under load ({type(error).__name__})"})
                 return
             if answer is None:
                 return
-            _send(answers, {name: answer})
+            _send(answers, {"rates" if is_rates else "edges": answer})
 
 
 class _Unavailable(Exception):
@@ -78,27 +78,27 @@ class _Products:
 
     def _prepare(self) -> None:
         torch = self._torch
-        kind = torch.bfloat16 if torch.cuda.get_device_capability()[0] >= 8 else torch.float16
+        dtype = torch.bfloat16 if torch.cuda.get_device_capability()[0] >= 8 else torch.float16  # from Ampere on
         for size in (SIZE, SIZE // 2, SMALL):
-            self._one, self._other = (torch.randn(size, size, device="cuda", dtype=kind) for _ in range(2))
-            self._out = torch.empty(size, size, device="cuda", dtype=kind)
+            self._left, self._right = (torch.randn(size, size, device="cuda", dtype=dtype) for _ in range(2))
+            self._product = torch.empty(size, size, device="cuda", dtype=dtype)
             each_s = self._warm_up()
             if each_s <= 2 * PARCEL_S or size == SMALL:
                 break
-        self._parcel_size, self._each_s = max(round(PARCEL_S / each_s), 1), each_s
+        self._parcel_size, self._each_s = max(round(PARCEL_S / each_s), 1), each_s  # number; time of a product
         built = f"CUDA {torch.version.cuda}" if torch.version.cuda else f"HIP {torch.version.hip}"
-        precision = str(kind).removeprefix("torch.")
+        precision = str(dtype).removeprefix("torch.")
         self.name = f"torch {torch.__version__}, {built}: {precision} products of {size} x {size}"
 
     def _warm_up(self) -> float:
         """Compute for `WARM_UP_S` and return the time of one product."""
-        done, began_s = 0, time.monotonic()
-        while (spent_s := time.monotonic() - began_s) < WARM_UP_S or not done:
+        num_done, began_s = 0, time.monotonic()
+        while (spent_s := time.monotonic() - began_s) < WARM_UP_S or not num_done:
             for _ in range(4):
-                self._torch.mm(self._one, self._other, out=self._out)
+                self._torch.mm(self._left, self._right, out=self._product)
             self._torch.cuda.synchronize()
-            done += 4
-        return spent_s / done
+            num_done += 4
+        return spent_s / num_done
 
     def alternate(self, stretches_s: Sequence[float]) -> list[tuple[int, int]] | None:
         """Alternate load and pause; return the edges of the load, or ``None`` if the parent has ended."""
@@ -117,25 +117,24 @@ class _Products:
         """Return FLOP/s of products, then bytes/s of copies from the host; ``None`` if the parent has ended."""
         on_host = self._torch.empty(COPY_BYTES, dtype=self._torch.uint8, pin_memory=True)
         on_gpu = on_host.cuda()
+        multiply = partial(self._torch.mm, self._left, self._right, out=self._product)
+        copy = partial(on_gpu.copy_, on_host, non_blocking=True)
+        # FLOPs or bytes of a call, its rough duration, and the call.
         tasks: tuple[tuple[float, float, Callable[[], Any]], ...] = (
-            (
-                2.0 * self._one.shape[0] ** 3,
-                self._each_s,
-                partial(self._torch.mm, self._one, self._other, out=self._out),
-            ),
-            (float(COPY_BYTES), COPY_S, partial(on_gpu.copy_, on_host, non_blocking=True)),
+            (2.0 * self._left.shape[0] ** 3, self._each_s, multiply),
+            (float(COPY_BYTES), COPY_S, copy),
         )
         rates = []
-        for amount, each_s, do in tasks:
-            done, began_s = 0, time.monotonic()
+        for amount, each_s, call in tasks:
+            num_done, began_s = 0, time.monotonic()
             while (spent_s := time.monotonic() - began_s) < seconds / len(tasks):
                 if self._has_parent_ended():
                     return None
                 for _ in range(count := max(round(BATCH_S / each_s), 1)):
-                    do()
+                    call()
                 self._torch.cuda.synchronize()
-                done += count
-            rates.append(amount * done / spent_s)
+                num_done += count
+            rates.append(amount * num_done / spent_s)
         return rates[0], rates[1]
 
     def _compute_until(self, end_s: float) -> bool:
@@ -143,7 +142,7 @@ class _Products:
         in_flight: deque[Any] = deque()
         while time.monotonic() < end_s:
             for _ in range(self._parcel_size):
-                self._torch.mm(self._one, self._other, out=self._out)
+                self._torch.mm(self._left, self._right, out=self._product)
             event = self._torch.cuda.Event()
             event.record()
             in_flight.append(event)
