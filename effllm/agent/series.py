@@ -50,14 +50,14 @@ class Series:
         self.device = device
         self._max_gap_ns = int(max_gap_s / NS)
         self.samples: deque[Sample] = deque()
-        self._folded: dict[int, DeviceWindow] = {}  # key: time of a sample; value: sums from this sample to the next
+        self._blocks: dict[int, DeviceWindow] = {}  # time of a sample -> sums until the next sample, by `compact`
         self.energy = EnergyLedger(device, max_gap_s)
         self.newest_ns = 0  # time of the newest sample
         self.events: list[Event] = []  # of the device, since `DeviceTrack` last took them
-        self._max_reading_ns = int(0.4 * max_gap_s / NS)  # two intervals between samples; a gap is five
+        self._max_activity_ns = int(0.4 * max_gap_s / NS)  # two intervals between samples; the longest gap is five
         self._first_start_ns = 0  # start of the first window
         self._counted_until_ns = 0  # the windows so far have the readings until this time
-        self._last_active: Sample | None = None  # the last reading of earlier windows with an activity
+        self._last_activity: Sample | None = None  # the last sample of earlier windows that has an activity
         self._outside_iterations: list[tuple[int, int]] = []  # parts of the last windows outside their iterations
         self.keep_from_ns: int | None = None  # start of the oldest requested span; samples from there on are kept
 
@@ -102,8 +102,8 @@ class Series:
             first, last = samples[run.start], samples[run.stop - 1]
             block = self._sums_without_energy(first.time_ns, last.time_ns)
             for sample in samples[run.start : run.stop - 1]:
-                self._folded.pop(sample.time_ns, None)
-            self._folded[first.time_ns] = block
+                self._blocks.pop(sample.time_ns, None)
+            self._blocks[first.time_ns] = block
             self.samples = deque([*samples[: run.start + 1], *samples[run.stop - 1 :]])
         self.energy.compact(edges_ns, until_ns, margin_ns)
 
@@ -112,33 +112,29 @@ class Series:
         if self.keep_from_ns is not None:
             time_ns = min(time_ns, self.keep_from_ns)
         while len(self.samples) > 1 and self.samples[1].time_ns <= time_ns:
-            self._folded.pop(self.samples.popleft().time_ns, None)
+            self._blocks.pop(self.samples.popleft().time_ns, None)
         self.energy.forget_before(time_ns)
 
     def integrals(self, start_ns: int, end_ns: int) -> Integrals:
         return replace(self._integrals_without_energy(start_ns, end_ns), energy=self.energy.energy(start_ns, end_ns))
 
     def _integrals_without_energy(self, start_ns: int, end_ns: int) -> Integrals:
-        memory = memory_s = utilization = utilization_s = 0.0
-        for level, covered_s in self._memory_levels(start_ns, end_ns):
-            memory += level * covered_s
-            memory_s += covered_s
+        byte_seconds = memory_covered_s = utilization_seconds = utilization_covered_s = 0.0
+        for level_bytes, covered_s in self._memory_levels(start_ns, end_ns):
+            byte_seconds += level_bytes * covered_s
+            memory_covered_s += covered_s
         for _, second, covered_s in self._covered_pairs(start_ns, end_ns):
             if second.utilization is not None:  # utilization is the mean since the previous sample
-                utilization += second.utilization * covered_s
-                utilization_s += covered_s
-        for block, share, _ in self._folded_blocks(start_ns, end_ns):
-            memory += (block.wall.memory_byte_seconds or 0.0) * share
-            memory_s += block.wall.memory_covered_s * share
-            utilization += (block.wall.utilization_seconds or 0.0) * share
-            utilization_s += block.wall.utilization_covered_s * share
-        return Integrals(
-            NOT_MEASURED,
-            memory if memory_s > 0 else None,
-            memory_s,
-            utilization if utilization_s > 0 else None,
-            utilization_s,
-        )
+                utilization_seconds += second.utilization * covered_s
+                utilization_covered_s += covered_s
+        for block, share, _ in self._blocks_inside(start_ns, end_ns):
+            byte_seconds += (block.wall.memory_byte_seconds or 0.0) * share
+            memory_covered_s += block.wall.memory_covered_s * share
+            utilization_seconds += (block.wall.utilization_seconds or 0.0) * share
+            utilization_covered_s += block.wall.utilization_covered_s * share
+        memory = (byte_seconds if memory_covered_s > 0 else None), memory_covered_s
+        utilization = (utilization_seconds if utilization_covered_s > 0 else None), utilization_covered_s
+        return Integrals(NOT_MEASURED, *memory, *utilization)
 
     def _memory_levels(self, start_ns: int, end_ns: int) -> Iterator[tuple[float, float]]:
         """Yield the mean memory between adjacent samples inside the period, and the seconds of this part."""
@@ -160,12 +156,12 @@ class Series:
         sums = self._sums_without_energy(start_ns, end_ns, self._outside_iterations)
         # A device that is read less often than windows end: what followed its last reading is in the next window.
         for from_ns, to_ns in _gaps_between(self._outside_iterations, self._counted_until_ns or start_ns, start_ns):
-            late = self._sums_without_energy(from_ns, to_ns, self._outside_iterations)
-            sums = join_devices((sums, replace(late, memory_peak_bytes=None, power_peak_w=None)))
+            late_sums = self._sums_without_energy(from_ns, to_ns, self._outside_iterations)
+            sums = join_devices((sums, replace(late_sums, memory_peak_bytes=None, power_peak_w=None)))
         self._counted_until_ns = min(self.samples[-1].time_ns if self.samples else start_ns, end_ns)
         window = self._with_energy(sums, start_ns, end_ns, phases)
         last = (sample for sample in reversed(self.samples) if sample.time_ns <= end_ns and ACTIVITY in sample.gauges)
-        self._last_active = next(last, self._last_active)
+        self._last_activity = next(last, self._last_activity)
         return window
 
     def window_of_span(self, start_ns: int, end_ns: int) -> DeviceWindow:
@@ -200,17 +196,17 @@ class Series:
                 for reason in (*reasons, *([] if reasons <= FAULTLESS else ["any"])):
                     throttled_s[reason] = throttled_s.get(reason, 0.0) + covered_s
             if second.power_w is not None:
-                step = min(max(int(second.power_w // POWER_STEP_W), 0), NUM_POWER_BINS - 1)
-                histogram_s[step] = histogram_s.get(step, 0.0) + covered_s
-        for block, share, _ in self._folded_blocks(start_ns, end_ns):
+                power_bin = min(max(int(second.power_w // POWER_STEP_W), 0), NUM_POWER_BINS - 1)
+                histogram_s[power_bin] = histogram_s.get(power_bin, 0.0) + covered_s
+        for block, share, _ in self._blocks_inside(start_ns, end_ns):
             for name, gauge in block.gauges.items():
                 if name not in (CLOCK_RATIO, TENSOR_CLOCK):
                     _add_gauge(gauges, name, _scaled(gauge, share))
             throttle_covered_s += block.throttle_covered_s * share
             for reason, seconds in block.throttled_s.items():
                 throttled_s[reason] = throttled_s.get(reason, 0.0) + seconds * share
-            for step, seconds in block.power_histogram_s.items():
-                histogram_s[step] = histogram_s.get(step, 0.0) + seconds * share
+            for power_bin, seconds in block.power_histogram_s.items():
+                histogram_s[power_bin] = histogram_s.get(power_bin, 0.0) + seconds * share
         return DeviceWindow(
             device=self.device.key,
             wall=self._integrals_without_energy(start_ns, end_ns),
@@ -223,16 +219,16 @@ class Series:
         )
 
     def _iteration_gauges(self, start_ns: int, end_ns: int, outside: Sequence[tuple[int, int]]) -> dict[str, Gauge]:
-        """Return the gauges that are computed for iterations only.
+        """Return the gauges that are computed for iterations only; ``outside``: the parts of the period outside them.
 
         The SM clock over its reference covers the time in iterations with a busy GPU.  Tensor activity times SM clock
         covers whole readings in iterations: a reading of activity is a mean since the reading before it, and the mean
         of a product is not the product of means.
         """
-        parts: dict[str, Gauge] = {}
-        since = self._last_active  # the last reading with an activity; not each reading has one
+        gauges: dict[str, Gauge] = {}
+        previous = self._last_activity  # the last sample with an activity; not each sample has one
         for first, second, covered_s in self._covered_pairs(start_ns, end_ns):
-            since = first if ACTIVITY in first.gauges else since
+            previous = first if ACTIVITY in first.gauges else previous
             clock_hz, activity = second.gauges.get("sm_clock_hz"), second.gauges.get(ACTIVITY)
             if clock_hz is None:
                 continue
@@ -240,30 +236,30 @@ class Series:
             covered_s -= _overlap_s(max(first.time_ns, start_ns), min(second.time_ns, end_ns), outside)
             if (reference_hz := self.device.sm_clock_reference_hz) and second.utilization != 0 and covered_s > 0:
                 ratio = _mean_inside(first, second, start_ns, end_ns, before_hz, clock_hz) / reference_hz
-                _add_gauge(parts, CLOCK_RATIO, Gauge(ratio * covered_s, covered_s, *[clock_hz / reference_hz] * 2))
-            is_whole = since is not None and self._first_start_ns <= since.time_ns < second.time_ns <= end_ns
-            if activity is None or since is None or not is_whole:
+                _add_gauge(gauges, CLOCK_RATIO, Gauge(ratio * covered_s, covered_s, *[clock_hz / reference_hz] * 2))
+            is_whole = previous is not None and self._first_start_ns <= previous.time_ns < second.time_ns <= end_ns
+            if activity is None or previous is None or not is_whole:
                 continue
-            if second.time_ns - since.time_ns > self._max_reading_ns:  # a few long ones are no sample of the iterations
+            if second.time_ns - previous.time_ns > self._max_activity_ns:  # long means would not represent iterations
                 continue
-            if not _overlap_s(since.time_ns, second.time_ns, outside):
-                used_hz = activity * (since.gauges.get("sm_clock_hz", clock_hz) + clock_hz) / 2
-                whole_s = (second.time_ns - since.time_ns) * NS
-                _add_gauge(parts, TENSOR_CLOCK, Gauge(used_hz * whole_s, whole_s, used_hz, used_hz))
-        for block, share, (from_ns, to_ns) in self._folded_blocks(start_ns, end_ns):
+            if not _overlap_s(previous.time_ns, second.time_ns, outside):
+                used_hz = activity * (previous.gauges.get("sm_clock_hz", clock_hz) + clock_hz) / 2
+                whole_s = (second.time_ns - previous.time_ns) * NS
+                _add_gauge(gauges, TENSOR_CLOCK, Gauge(used_hz * whole_s, whole_s, used_hz, used_hz))
+        for block, share, (from_ns, to_ns) in self._blocks_inside(start_ns, end_ns):
             if _overlap_s(max(from_ns, start_ns), min(to_ns, end_ns), outside):
                 continue
             for name in (CLOCK_RATIO, TENSOR_CLOCK) if share == 1 else (CLOCK_RATIO,):
                 if (gauge := block.gauges.get(name)) is not None:
-                    _add_gauge(parts, name, _scaled(gauge, share))
-        return parts
+                    _add_gauge(gauges, name, _scaled(gauge, share))
+        return gauges
 
     def peak(self, start_ns: int, end_ns: int, field: str) -> float | None:
         """Return the maximum of a field (memory_bytes, power_w) in ``[start_ns, end_ns]``, or ``None``."""
         values = [getattr(s, field) for s in self.samples if start_ns <= s.time_ns <= end_ns]
         if field == "memory_bytes":  # a mean includes parts before the first and after the last of these samples
             values += [level for level, _ in self._memory_levels(start_ns, end_ns)]
-        values += [getattr(block, PEAK_FIELDS[field]) for block, *_ in self._folded_blocks(start_ns, end_ns)]
+        values += [getattr(block, PEAK_FIELDS[field]) for block, *_ in self._blocks_inside(start_ns, end_ns)]
         return max((value for value in values if value is not None), default=None)
 
     def _covered_pairs(self, start_ns: int, end_ns: int) -> Iterable[tuple[Sample, Sample, float]]:
@@ -272,15 +268,15 @@ class Series:
             inside_ns = min(second.time_ns, end_ns) - max(first.time_ns, start_ns)
             if inside_ns <= 0 or second.time_ns - first.time_ns > self._max_gap_ns:
                 continue
-            if first.time_ns not in self._folded:
+            if first.time_ns not in self._blocks:
                 yield first, second, inside_ns * NS
 
-    def _folded_blocks(self, start_ns: int, end_ns: int) -> Iterable[tuple[DeviceWindow, float, tuple[int, int]]]:
-        """Yield folded blocks, with the share of each block inside the period (usually 1), its start and its end."""
-        if not self._folded:
+    def _blocks_inside(self, start_ns: int, end_ns: int) -> Iterable[tuple[DeviceWindow, float, tuple[int, int]]]:
+        """Yield the blocks of `compact`: sums, share of the block inside the period (usually 1), and start and end."""
+        if not self._blocks:
             return
         for first, second in pairwise(self.samples):
-            if (block := self._folded.get(first.time_ns)) is not None:
+            if (block := self._blocks.get(first.time_ns)) is not None:
                 inside_ns = min(second.time_ns, end_ns) - max(first.time_ns, start_ns)
                 if inside_ns > 0:
                     whole_ns = second.time_ns - first.time_ns

@@ -1,7 +1,7 @@
 """The answers to requests for spans, from the same samples and ledgers as the windows.
 
 A chain is a series of adjacent spans. The agent keeps the samples since the end of the chain's last span; they are
-folded like those of a long window.
+summed up like those of a long window (`Series.compact`).
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Spans:
         self.pending: deque[Slot] = deque(maxlen=MAX_PENDING)
         self._chain_ends_ns: dict[int, int] = {}  # number of the chain -> end of its last span
         self._device_keys: list[str] = []  # keys of the devices; a device keeps its position
-        self._written_document: dict[str, Any] = {}
+        self._written_document: dict[str, Any] = {}  # the devices in the board
 
     @property
     def unanswered_ends_ns(self) -> list[int]:
@@ -54,7 +54,7 @@ class Spans:
                 if not is_late and not devices.is_settled(request.end_ns):
                     break
                 self._write_answer(request, devices)
-            if request.what != ALONE:
+            if request.what != ALONE:  # the number of a chain
                 self._chain_ends_ns[request.what] = request.end_ns
             self.pending.popleft()
         keep_from_ns = min(self.possible_bounds_ns, default=None)
@@ -94,8 +94,8 @@ class Spans:
         )
 
     def _write_devices(self, devices: RankDevices) -> None:
-        by_key = {series.device.key: series.device for series in devices.series}
-        self._device_keys += [key for key in by_key if key not in self._device_keys]
+        open_devices = {series.device.key: series.device for series in devices.series}
+        self._device_keys += [key for key in open_devices if key not in self._device_keys]
         facts = [
             {
                 "name": device.name,
@@ -106,7 +106,7 @@ class Spans:
                 "energy_method": device.energy_method,
                 "not_measured": device.not_measured,
             }
-            if (device := by_key.get(key)) is not None
+            if (device := open_devices.get(key)) is not None
             else {}
             for key in self._device_keys
         ]

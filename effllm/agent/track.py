@@ -34,19 +34,19 @@ class DeviceTrack:
 
     def take_samples(self) -> bool:
         """Take new samples; return whether the device was opened or calibrated."""
-        is_new = False
+        has_changed = False
         if self.series is not None and self.sampler.slow_interval_s is not None:
             self.series.allow_gap(MAX_GAP_INTERVALS * self.sampler.slow_interval_s)
         for item in self.sampler.take_samples():
             if self.series is None and self.sampler.device is not None:
                 self.series = Series(self.sampler.device, self._max_gap_s)
-                is_new = True
+                has_changed = True
             if isinstance(item, Sample) and self.series is not None:
                 self.series.add_sample(item)
             elif isinstance(item, Device) and self.series is not None:
                 self.series.calibrate(item)
-                is_new = True
-        return is_new
+                has_changed = True
+        return has_changed
 
     def calibrate_once(self) -> None:
         """Request the calibration of the device's sensor, at the first call with an open device."""
@@ -106,5 +106,6 @@ class DeviceTrack:
         elif was_stale and stale_s is None:
             events.append(Event(time_s, "stale", f"{name} answers again"))
         return [
-            replace(one, text=one.text if name in one.text else f"{name}: {one.text}", device=key) for one in events
+            replace(event, text=event.text if name in event.text else f"{name}: {event.text}", device=key)
+            for event in events
         ]

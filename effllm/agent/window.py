@@ -38,9 +38,9 @@ class IterationValues:
 
     def __init__(self) -> None:
         self._losses: deque[tuple[int, int, float]] = deque()  # ordinal, number, loss
-        self._profiles: deque[tuple[int, Profile]] = deque()
+        self._profiles: deque[tuple[int, Profile]] = deque()  # ordinal, profile
         self._times: deque[tuple[int, float, float, float]] = deque()  # ordinal; seconds of step, wait and own time
-        self._on_device, self._own_on_device = TimedIterations(), TimedIterations()
+        self._on_device, self._own_on_device = TimedIterations(), TimedIterations()  # step and own time, by the GPU
 
     def add_record(self, slot: ring.Slot) -> None:
         """Add a record of the ring; records without such values are ignored."""
@@ -54,7 +54,7 @@ class IterationValues:
             self._own_on_device.add_totals(slot)
 
     def add_times(self, slot: ring.Slot, step_s: float, wait_s: float) -> None:
-        """Add the times of an iteration, without phases; its own time is 0 if it is not known."""
+        """Add the times of an iteration, without phases; own time, up to the first wait for others, is 0 if unknown."""
         self._times.append((slot.ordinal, step_s, wait_s, slot.number * NS))
 
     def take_fields(self, first: int, last: int) -> dict[str, Any]:
@@ -102,7 +102,7 @@ class TimedIterations:
 
     def __init__(self) -> None:
         self._totals: deque[tuple[int, int, float]] = deque()  # ordinal, iterations, seconds
-        self._taken_totals = (0, 0.0)
+        self._taken_totals = (0, 0.0)  # iterations, seconds; at the last call of `take_totals`
 
     def add_totals(self, slot: ring.Slot) -> None:
         self._totals.append((slot.ordinal, slot.number, slot.value))
@@ -115,11 +115,11 @@ class TimedIterations:
         return self._taken_totals[0] - count, max(self._taken_totals[1] - seconds, 0.0)
 
 
-def _without_falls(slot: ring.Slot, before: ring.Slot) -> ring.Slot:
-    """Return a record whose totals are at least those before it.
+def _with_rising_totals(slot: ring.Slot, before: ring.Slot) -> ring.Slot:
+    """Return a record in which no total is lower than in the record before it.
 
-    Totals fall if a signal handler or another thread records an iteration in the middle of another one.  A report with
-    a negative number would be rejected with its frame.
+    Totals decrease if a signal handler or another thread records an iteration in the middle of another one.  A report
+    with a negative number would be rejected with its frame.
     """
     totals = (slot.step_ns, slot.wait_ns, slot.generation_ns, *slot.phases_ns, *slot.counts)
     old_totals = (before.step_ns, before.wait_ns, before.generation_ns, *before.phases_ns, *before.counts)
@@ -148,13 +148,7 @@ class WindowCutter:
     """
 
     def __init__(
-        self,
-        agent: str,
-        rank: int,
-        log_interval: int,
-        offset: int,
-        origin_ns: int,
-        unix_minus_monotonic_s: float,
+        self, agent: str, rank: int, log_interval: int, offset: int, origin_ns: int, unix_minus_monotonic_s: float
     ) -> None:
         self._agent, self._rank = agent, rank
         self._log_interval, self._offset = log_interval, offset
@@ -162,19 +156,21 @@ class WindowCutter:
         # For the next report: its start, the ordinal of its first iteration, and the totals at its start.
         self._start_ns = self.origin_ns = origin_ns
         self._first_ordinal = 1
-        self._totals, self._num_overwritten_before = _NO_TOTALS, 0
-        self._newest: ring.Slot | None = None  # the last iteration
-        self._newest_totals = _NO_TOTALS
+        self._start_totals, self._num_overwritten_before = _NO_TOTALS, 0
+        self._last_iteration: ring.Slot | None = None
+        self._newest_totals = _NO_TOTALS  # the last record with totals: of an iteration, a phase or the end
         #: Ended windows without a report, the oldest first: last iteration, number of overwritten iterations so far.
         self.unreported: deque[tuple[ring.Slot, int]] = deque()
-        self._phases: list[Phase] = []
+        self._phases: list[Phase] = []  # marked phases that no report contains so far
         self._values = IterationValues()
-        self._shown_minus_ordinal = offset
-        self._first_iteration_ns = self._reset_ordinal = self._sequence = 0
+        self._shown_minus_ordinal = offset  # of an iteration: number shown to users, minus ordinal
+        self._first_iteration_ns = 0  # start of the first iteration; 0 before its end
+        self._reset_ordinal = 0  # iteration with whose window the run-to-date values end; 0: no reset was requested
+        self._num_reports = 0
         self._num_read = 0  # number of iterations with a read record
         self._num_overwritten = 0  # number of iterations with an overwritten record
-        self._durations_s: deque[float] = deque(maxlen=64)  # durations of the last iterations, with data wait
-        self._last_wait_ns = 0  # total at the last iteration; phases in between do not change it
+        self._durations_s: deque[float] = deque(maxlen=64)  # of the last iterations, with data wait
+        self._last_wait_ns = 0  # total of data waits at the last iteration; phases in between do not change it
         self._bounds_ns = array("q", bytes(16 * MAX_KEPT))  # start and end of the newest iterations, as a ring
 
     def iterations_ns(self) -> list[tuple[int, int]]:
@@ -188,7 +184,7 @@ class WindowCutter:
     @property
     def last_ordinal(self) -> int:
         """Ordinal of the last ended iteration, 0 before the first."""
-        return self._newest.ordinal if self._newest else 0
+        return self._last_iteration.ordinal if self._last_iteration else 0
 
     @property
     def unreported_ends_ns(self) -> list[int]:
@@ -199,21 +195,22 @@ class WindowCutter:
     def possible_bounds_ns(self) -> list[int]:
         """Past times at which a part of a later report may begin or end."""
         moments = [self._start_ns, self._first_iteration_ns, *self.unreported_ends_ns]
-        moments += [self._newest.end_ns] if self._newest else []
+        moments += [self._last_iteration.end_ns] if self._last_iteration else []
         return moments + [moment for phase in self._phases for moment in (phase.start_ns, phase.end_ns)]
 
     def window_of(self, ordinal: int) -> int:
-        return -(-(ordinal + self._offset) // self._log_interval)
+        return -(-(ordinal + self._offset) // self._log_interval)  # rounded up
 
     def add_record(self, slot: ring.Slot) -> None:
-        if not self._sequence and slot.kind in (ring.ITERATION, ring.PHASE):
-            # The first iteration or phase began before the agent's first window.
+        """Add a record; the window that it ends, if any, is then in `unreported`."""
+        if not self._num_reports and slot.kind in (ring.ITERATION, ring.PHASE):
+            # The first iteration or phase may have begun before the agent's first window.
             self._start_ns = self.origin_ns = min(self._start_ns, slot.start_ns)
         self._values.add_record(slot)
         if slot.kind in (ring.ITERATION, ring.PHASE, ring.END):
-            slot = _without_falls(slot, self._newest_totals)
+            slot = _with_rising_totals(slot, self._newest_totals)
         if slot.kind == ring.ITERATION and slot.ordinal <= self.last_ordinal:
-            return  # of two threads that ended an iteration at once
+            return  # a second record: two threads ended this iteration at once
         if slot.kind == ring.ITERATION:
             self._add_iteration(slot)
         elif slot.kind == ring.PHASE and slot.end_ns > slot.start_ns:
@@ -231,12 +228,12 @@ class WindowCutter:
         wait_s = max(slot.wait_ns - self._last_wait_ns, 0) * NS
         self._durations_s.append((slot.end_ns - slot.start_ns) * NS + wait_s)
         self._values.add_times(slot, (slot.step_ns - self._newest_totals.step_ns) * NS, wait_s)
-        at = 2 * (self._num_read % MAX_KEPT)
-        self._bounds_ns[at], self._bounds_ns[at + 1] = slot.start_ns, slot.end_ns
+        index = 2 * (self._num_read % MAX_KEPT)
+        self._bounds_ns[index], self._bounds_ns[index + 1] = slot.start_ns, slot.end_ns
         self._last_wait_ns = slot.wait_ns
         self._num_read += 1
         self._num_overwritten = slot.ordinal - self._num_read
-        self._newest = self._newest_totals = slot
+        self._last_iteration = self._newest_totals = slot
         # If the record at a window's boundary was overwritten, the window ends at the next boundary.
         if (slot.ordinal + self._offset) % self._log_interval == 0:
             self.unreported.append((slot, self._num_overwritten))
@@ -257,14 +254,14 @@ class WindowCutter:
     def _make_report(
         self, last: int, end_ns: int, totals: ring.Slot, num_overwritten: int, series: Sequence[Series], final: bool
     ) -> RankReport:
-        start_ns, first, totals_at_start = self._start_ns, self._first_ordinal, self._totals
+        start_ns, first, start_totals = self._start_ns, self._first_ordinal, self._start_totals
         phases_s = self._phases_s(totals, end_ns)
-        self._sequence += 1
-        counts: Iterable[Any] = map(sub, totals.counts, totals_at_start.counts)
+        self._num_reports += 1
+        counts: Iterable[Any] = map(sub, totals.counts, start_totals.counts)
         devices, aliasing_error = self._device_windows(series, end_ns, phases_s, last - first + 1)
         report = RankReport(
             agent=self._agent,
-            sequence=self._sequence,
+            sequence=self._num_reports,
             rank=self._rank,
             window=self.window_of(max(last, first)),
             iteration_first=first,
@@ -273,10 +270,10 @@ class WindowCutter:
             start_time_s=self.unix_s(start_ns),
             end_time_s=self.unix_s(end_ns),
             wall_s=(end_ns - start_ns) * NS,
-            busy_s=(totals.step_ns - totals_at_start.step_ns) * NS,
-            wait_s=(totals.wait_ns - totals_at_start.wait_ns) * NS,
+            busy_s=(totals.step_ns - start_totals.step_ns) * NS,
+            wait_s=(totals.wait_ns - start_totals.wait_ns) * NS,
             phases_s=phases_s,
-            generation_s=(totals.generation_ns - totals_at_start.generation_ns) * NS,
+            generation_s=(totals.generation_ns - start_totals.generation_ns) * NS,
             devices=devices,
             final=final,
             reset=bool(self._reset_ordinal) and self._reset_ordinal <= max(last, 1),
@@ -288,17 +285,17 @@ class WindowCutter:
         if report.reset:
             self._reset_ordinal = 0
         self._start_ns, self._first_ordinal = end_ns, last + 1
-        self._totals, self._num_overwritten_before = totals, num_overwritten
+        self._start_totals, self._num_overwritten_before = totals, num_overwritten
         for samples in series:
             samples.forget_before(end_ns)
         return report
 
     def _phases_s(self, totals: ring.Slot, end_ns: int) -> dict[str, float]:
         """Return the seconds of each phase; time outside of iterations and marked phases is startup or shutdown."""
-        totals_at_start, start_ns = self._totals, self._start_ns
-        phases = zip(MARKED_PHASES, totals.phases_ns, totals_at_start.phases_ns, strict=True)
-        phases_ns = {name: now_ns - then_ns for name, now_ns, then_ns in phases}
-        iterations_ns = totals.step_ns - totals_at_start.step_ns + totals.wait_ns - totals_at_start.wait_ns
+        start_totals, start_ns = self._start_totals, self._start_ns
+        phases = zip(MARKED_PHASES, totals.phases_ns, start_totals.phases_ns, strict=True)
+        phases_ns = {name: total_ns - start_total_ns for name, total_ns, start_total_ns in phases}
+        iterations_ns = totals.step_ns - start_totals.step_ns + totals.wait_ns - start_totals.wait_ns
         outside_ns = max(end_ns - start_ns - iterations_ns - sum(phases_ns.values()), 0)
         startup_ns = self._startup_ns(start_ns, end_ns, outside_ns) if self._first_ordinal == 1 else 0
         # Between two iterations all time is a wait or a phase, so there is a shutdown only in the last window.
@@ -306,6 +303,7 @@ class WindowCutter:
         return {name: ns * NS for name, ns in phases_ns.items() if ns}
 
     def _startup_ns(self, start_ns: int, end_ns: int, outside_ns: int) -> int:
+        """Return the part of ``outside_ns``, the time outside iterations and phases, before the first iteration."""
         if not self.last_ordinal:
             return outside_ns  # before the end of the first iteration, all of this time is startup
         marked_ns = sum(p.end_ns - p.start_ns for p in self._phases if p.end_ns <= self._first_iteration_ns)
@@ -328,6 +326,7 @@ class WindowCutter:
         return devices, max((error for error in errors if error is not None), default=None)
 
     def _device_window(self, series: Series, end_ns: int, inside: list[Phase], names: Container[str]) -> DeviceWindow:
+        """Return the readings of a device; ``inside``: its marked phases; ``names``: of all its phases."""
         start_ns = self._start_ns
         phases: dict[str, Integrals] = {}
         outside = [(phase.start_ns, phase.end_ns) for phase in inside]
@@ -339,8 +338,8 @@ class WindowCutter:
             before = [series.integrals(max(p.start_ns, start_ns), p.end_ns) for p in inside if p.end_ns <= until_ns]
             outside.append((start_ns, until_ns))
             phases[STARTUP] = reduce(sub, before, series.integrals(start_ns, until_ns))
-        if SHUTDOWN in names and self._newest:
-            from_ns = self._newest.end_ns
+        if SHUTDOWN in names and self._last_iteration:
+            from_ns = self._last_iteration.end_ns
             after = [series.integrals(p.start_ns, p.end_ns) for p in inside if p.start_ns >= from_ns]
             outside.append((from_ns, end_ns))
             phases[SHUTDOWN] = reduce(sub, after, series.integrals(from_ns, end_ns))
