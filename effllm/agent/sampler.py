@@ -38,30 +38,30 @@ UNCOUNTED_GPU_S, UNCOUNTED_OTHER_S = 100e-6, 0.020
 #: Unused time for readings at edges that is kept, in seconds: several edges may follow each other.
 KEPT_CREDIT_S = 20.0
 MAX_INTERVAL_S = 30.0
-#: Weights of a new full reading in the average duration: the first if it is slower than the average, the second if it
-#: is faster, because slow devices are read rarely.  A call that takes longer than the third value counts as it does.
+#: Weights of a new reading in the average duration, after first readings of equal weight: one for slower and one for
+#: faster readings than the average, because slow devices are read rarely.  Longer calls count as calls of the third.
 SLOWER_WEIGHT, FASTER_WEIGHT, MAX_COUNTED_S = 0.05, 0.2, 0.1
-#: Arguments: the opened device, a function that samples it, and a function that waits until a monotonic time.
+#: Arguments: the opened device, a function that samples it, and one that waits until a monotonic time in seconds.
 Calibrate = Callable[[Device, Callable[[], Sample], Callable[[float], None]], Sensor]
 
 
 class _RequestedTime(NamedTuple):
     time_ns: int
     is_first: bool  # whether it begins its request
-    is_forced: bool  # whether it ends its request
+    is_last: bool  # whether it ends its request
 
 
 class DriverTime:
     """Average durations of the readings of one device, and the number of readings that the budget allows.
 
     Calls may hold a lock that the training needs, so slow devices are read less often: values between two readings are
-    interpolated, and the error of an energy says so.
+    interpolated, and the error of an energy grows.
     """
 
     def __init__(self) -> None:
         self.full_s = self.energy_s = 0.0  # average durations of full readings, and of energy alone
         self._num_full = self._num_energy = 0
-        self._credit_s, self._credited_s = KEPT_CREDIT_S * EDGE_SHARE, time.monotonic()  # for readings at edges
+        self._credit_s, self._earned_until_s = KEPT_CREDIT_S * EDGE_SHARE, time.monotonic()  # for readings at edges
 
     def add_reading(self, took_s: float, *, is_gpu: bool, energy_only: bool) -> None:
         # The average counts, not the maximum: other processes on the core delay about one reading in a hundred.
@@ -77,20 +77,21 @@ class DriverTime:
             self.full_s += (driver_s - self.full_s) * max(weight, 1 / (self._num_full - 1))
 
     def pay_for_readings(self, wanted: int, within_s: float, *, is_limited: bool) -> int:
-        """Return how many of the readings at an edge the budget allows, and charge the budget with their time.
+        """Return how many of the ``wanted`` readings at an edge are allowed, and charge the credit with their time.
 
-        The previous edge was ``within_s`` ago.  Unless ``is_limited``, only the CPU time is, to one reading or more.
+        The previous edge was ``within_s`` ago.  The CPU time limits them, but not to less than one; if ``is_limited``,
+        the credit of time in the driver limits them, too.
         """
-        count = min(wanted, max(int(MAX_EDGE_SHARE * within_s / (self.energy_s + WAKE_S)), 1))
+        by_cpu_time = min(wanted, max(int(MAX_EDGE_SHARE * within_s / (self.energy_s + WAKE_S)), 1))
         if not is_limited:
-            return count
+            return by_cpu_time
         now_s = time.monotonic()
-        earned_s = EDGE_SHARE * (now_s - self._credited_s)
+        earned_s = EDGE_SHARE * (now_s - self._earned_until_s)
         kept_s = max(KEPT_CREDIT_S * EDGE_SHARE, self.energy_s)  # a slow device is read, too
-        self._credit_s, self._credited_s = min(self._credit_s + earned_s, kept_s), now_s
-        paid = min(wanted, int(self._credit_s / self.energy_s)) if self.energy_s else wanted
-        self._credit_s -= paid * self.energy_s
-        return min(count, paid)
+        self._credit_s, self._earned_until_s = min(self._credit_s + earned_s, kept_s), now_s
+        by_credit = min(wanted, int(self._credit_s / self.energy_s)) if self.energy_s else wanted
+        self._credit_s -= by_credit * self.energy_s
+        return min(by_cpu_time, by_credit)
 
     @property
     def edge_apart_s(self) -> float:
@@ -119,21 +120,17 @@ class Sampler:
         self.device: Device | None = None  # None until the device is open
         self.unavailable = ""  # reason why no device was opened
         self.is_calibrating = False
-        self._open_reader = open_reader
-        self._interval_s = interval_s
-        self._report = report
-        self._wake_descriptor = wake_descriptor
-        self._calibrate = calibrate
-        self._is_node_sensor = is_node_sensor
-        self._samples: queue.SimpleQueue[Sample | Device] = queue.SimpleQueue()
+        self._open_reader, self._calibrate, self._is_node_sensor = open_reader, calibrate, is_node_sensor
+        self._interval_s, self._report, self._wake_descriptor = interval_s, report, wake_descriptor
+        self._samples: queue.SimpleQueue[Sample | Device] = queue.SimpleQueue()  # until `take_samples`
         # The thread sleeps in this queue's get(): an event with a timeout takes 25 us more per wake-up.
         self._requests: queue.SimpleQueue[Sequence[int]] = queue.SimpleQueue()
-        self._due_times: list[_RequestedTime] = []  # a heap
+        self._due_times: list[_RequestedTime] = []  # a heap of the times from the queue, without a reading so far
         self._is_stopped = False
-        self._failures: dict[str, str] = {}
+        self._failures: dict[str, str] = {}  # of the last full reading: field -> reason
         self.driver = DriverTime()
         self._last_full_ns = 0  # end of the last full reading
-        self._reading_since_s: float | None = None
+        self._reading_since_s: float | None = None  # start of a call that has not returned
         self._thread = threading.Thread(target=self._run, name="sampler", daemon=True)
 
     def start(self) -> None:
@@ -204,9 +201,7 @@ class Sampler:
         self._thread.join(timeout_s)
         return not self._thread.is_alive()
 
-    # --- the thread ---
-
-    def _run(self) -> None:
+    def _run(self) -> None:  # this and the next functions run in the thread
         self._reading_since_s = time.monotonic()
         try:
             reader = self._open_reader()
@@ -219,22 +214,22 @@ class Sampler:
         self.device = device = reader.device
         self._read_device(reader)
         os.eventfd_write(self._wake_descriptor, 1)
-        turn_s = time.monotonic() + self._interval_s
-        next_ns = int(turn_s / NS)
+        interval_start_s = time.monotonic() + self._interval_s  # of the interval of the next full reading
+        full_ns = int(interval_start_s / NS)
         power_ns = self._next_power_ns(device)
         while not self._is_stopped:
-            now_ns = self._sleep_until(min(next_ns, power_ns))
-            is_full_due, is_power_due = now_ns >= next_ns, now_ns >= power_ns
+            now_ns = self._sleep_until(min(full_ns, power_ns))
+            is_full_due, is_power_due = now_ns >= full_ns, now_ns >= power_ns
             if not self._is_stopped and (is_full_due or is_power_due or self._due_times):
                 if self._read_if_due(reader, now_ns, is_full_due) is None and is_power_due:
                     self._read_device(reader, energy_only=True)
                 power_ns = self._next_power_ns(device) if is_full_due or is_power_due else power_ns
             if not self._is_stopped and self.is_calibrating:
                 self._run_calibration(reader, device)
-            while next_ns <= now_ns:
-                turn_s += self.slow_interval_s or self._interval_s
+            while full_ns <= now_ns:
+                interval_start_s += self.slow_interval_s or self._interval_s
                 # A random time: samples in step with iterations would always show the same part of an iteration.
-                next_ns = int((turn_s + random.random() * self._interval_s) / NS)  # noqa: S311 - not a secret
+                full_ns = int((interval_start_s + random.random() * self._interval_s) / NS)  # noqa: S311 - not a secret
                 now_ns = time.monotonic_ns()  # samples that were missed during a slow read are skipped
         reader.close()
 
@@ -258,23 +253,23 @@ class Sampler:
             due.append(heapq.heappop(self._due_times))
         if not (due or is_full_due):
             return None
-        is_rested = now_ns - self._last_full_ns >= self.driver.full_s / FULL_SHARE / NS
-        is_full = is_full_due or (is_rested and any(requested.is_first for requested in due))
+        has_time = now_ns - self._last_full_ns >= self.driver.full_s / FULL_SHARE / NS
+        is_full = is_full_due or (has_time and any(requested.is_first for requested in due))
         sample = self._read_device(reader, energy_only=not is_full)
-        if any(requested.is_forced for requested in due):
+        if any(requested.is_last for requested in due):
             os.eventfd_write(self._wake_descriptor, 1)
         return sample
 
     def _run_calibration(self, reader: Reader, device: Device) -> None:
         assert self._calibrate is not None
-        next_s = time.monotonic() + self._interval_s
+        next_full_s = time.monotonic() + self._interval_s
 
         def read() -> Sample:
             """Take a reading for the calibration; a full reading if it is due or requested."""
-            nonlocal next_s
-            now_ns = self._sleep_until(0)
-            is_full_due = now_ns * NS >= next_s
-            next_s += self._interval_s if is_full_due else 0.0
+            nonlocal next_full_s
+            now_ns = self._sleep_until(0)  # no sleep: it takes new requests from the queue
+            is_full_due = now_ns * NS >= next_full_s
+            next_full_s += self._interval_s if is_full_due else 0.0
             return self._read_if_due(reader, now_ns, is_full_due) or self._read_device(reader, energy_only=True)
 
         def wait(until_s: float) -> None:
@@ -306,7 +301,7 @@ class Sampler:
         return sample
 
     def _sleep_until(self, next_ns: int) -> int:
-        """Sleep until ``next_ns``, the next requested time or a new request; return the current time."""
+        """Sleep until ``next_ns``, the next requested time or a new request, and take it; return the current time."""
         until_ns = min(self._due_times[0].time_ns, next_ns) if self._due_times else next_ns
         sleep_s = (until_ns - time.monotonic_ns()) * NS
         try:

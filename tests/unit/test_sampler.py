@@ -154,7 +154,7 @@ def test_device_whose_energy_is_slower_than_all_credit_is_still_read(start, wake
     sampler = start(reader)
     woken(wake)
     sampler.driver.full_s, sampler.driver.energy_s, sampler.driver._num_energy = 0.5, 0.02, 5
-    sampler.driver._credited_s -= 100.0  # 0.05 % of 100 s are more than 20 ms
+    sampler.driver._earned_until_s -= 100.0  # 0.05 % of 100 s are more than 20 ms
     sampler.request_samples()
 
     until(lambda: reader.edges == 1)
