@@ -43,8 +43,8 @@ from effllm.records.values import MAX_VALUE, centroids_of, digest_type, merge_by
 
 LOSS_WAIT_S = 0.5  # maximum wait for the loss of a window, which is recorded after the window's end
 CALIBRATION_CHECK_S = 0.05  # seconds between two checks of a sensor that is being calibrated
-#: Samples are folded if a device has more than FOLD_FROM samples or energy readings; checked every FOLD_EVERY_S.
-FOLD_FROM, FOLD_EVERY_S = 200, 30.0
+#: `Series.compact` is called if a device has more samples or energy readings than this; checked every COMPACT_EVERY_S.
+COMPACT_FROM, COMPACT_EVERY_S = 200, 30.0
 #: Number of windows whose median is the memory of other processes and of the driver.
 OTHER_WINDOWS = 9
 _PLACES = (*MARKED_PHASES, STEPS, STARTUP)
@@ -65,8 +65,8 @@ class Measuring:
         self.outbox = Outbox(trainer.config.history_size)
         self.status: str | None = None  # final status of the trainer
         self.end_ns = 0  # end of the trainer
-        self._next_fold_s = 0.0
-        self._spans, self._has_spans = Spans(trainer.board), False
+        self._next_compact_s = 0.0
+        self._spans, self._has_spans = Spans(trainer.board), False  # whether an instrument has requested a span so far
         self.values = InstrumentValues(trainer.board.values.write_document)
         self.memory = RankMemory(trainer.pid, trainer.config.log_interval, trainer.facts.first_iteration)
         slots, origin_ns = self._read_first_records()
@@ -90,7 +90,7 @@ class Measuring:
         if is_trainer_gone and self.status is None:
             self._add_records(self._trainer.ring.read_new())
             self.status, self.end_ns = self._trainer.exit_status.final_status(), time.monotonic_ns()
-        self.devices.calibrate(has_begun=self.cutter.last_ordinal > 0 or self._has_spans)
+        self.devices.calibrate_when_due(has_begun=self.cutter.last_ordinal > 0 or self._has_spans)
         self.memory.read_at_window_end(self.cutter.last_ordinal, self.devices.series, self._trainer.facts.max_positions)
 
     def cut_ended_windows(self, now_s: float) -> None:
@@ -101,16 +101,16 @@ class Measuring:
             self.devices.request_samples(edge_ns)
         self._spans.answer_requests(self.devices, now_s)
         while self.cutter.unreported:
-            ended, _ = self.cutter.unreported[0]
-            is_settled = self.devices.is_settled(ended.end_ns)
+            last, _ = self.cutter.unreported[0]  # the last iteration of the window
+            is_settled = self.devices.is_settled(last.end_ns)
             ordinal = self._trainer.ring.read_state().ordinal
             # A loss is not awaited after a later iteration or the end of the trainer.
-            is_loss_due = max(ordinal, self.cutter.last_ordinal) <= ended.ordinal and self.status is None
-            waited_s = now_s - ended.end_ns * 1e-9
+            may_loss_follow = max(ordinal, self.cutter.last_ordinal) <= last.ordinal and self.status is None
+            waited_s = now_s - last.end_ns * 1e-9
             if not is_settled and waited_s > FORCE_AFTER_S:
-                self.devices.request_samples(ended.end_ns, is_forced=True)
+                self.devices.request_samples(last.end_ns, is_forced=True)
             waits_for_samples = not is_settled and waited_s < self.devices.patience_s
-            waits_for_loss = is_loss_due and waited_s < LOSS_WAIT_S
+            waits_for_loss = may_loss_follow and waited_s < LOSS_WAIT_S
             if waits_for_samples or waits_for_loss:
                 return
             if (report := self.cutter.take_report(self.devices.series)) is not None:
@@ -132,11 +132,11 @@ class Measuring:
         During a long stall, samples of 0.9 kB would otherwise need 75 MB of memory per day, and each requested span
         adds two readings and a level of the energy.  A span that is never asked for also keeps its samples.
         """
-        if now_s < self._next_fold_s:
+        if now_s < self._next_compact_s:
             return
-        self._next_fold_s = now_s + FOLD_EVERY_S
-        series = self.devices.series
-        if not any(max(len(one.samples), len(one.energy.readings)) > FOLD_FROM for one in series):
+        self._next_compact_s = now_s + COMPACT_EVERY_S
+        all_series = self.devices.series
+        if not any(max(len(series.samples), len(series.energy.readings)) > COMPACT_FROM for series in all_series):
             return
         until_ns = time.monotonic_ns()
         self._add_records(self._trainer.ring.read_new())
@@ -144,8 +144,8 @@ class Measuring:
         edges_ns = [*self.cutter.possible_bounds_ns, *self._spans.possible_bounds_ns, since_ns]
         if not self.devices.has_baseline:
             edges_ns += self._trainer.facts.baseline_ns
-        for samples in series:
-            samples.compact(edges_ns, until_ns)
+        for series in all_series:
+            series.compact(edges_ns, until_ns)
 
     def settle_end(self) -> bool:
         """Request the samples at the trainer's end; return whether these samples have been read."""
@@ -165,8 +165,8 @@ class Measuring:
     def _queue_report(self, report: RankReport) -> None:
         names = self._trainer.facts.value_names
         values = self.values.take_values(report.window, names, time.monotonic(), is_last=report.final)
-        allocator, of_memory = self.memory.take_values(report.window, is_last=report.final)
-        values = dict(islice({**values, **of_memory}.items(), MAX_NAMES))
+        allocator, memory_values = self.memory.take_values(report.window, is_last=report.final)
+        values = dict(islice({**values, **memory_values}.items(), MAX_NAMES))
         if values or allocator is not None:
             report = replace(report, values=values or None, allocator=allocator)
         self.outbox.add_report(report)
@@ -175,16 +175,16 @@ class Measuring:
         """Read the existing records; return them, and the start of the first window."""
         origin_ns = time.monotonic_ns()
         self.devices.take_samples()
-        series = self.devices.series
-        if series and series[0].newest_ns:
+        all_series = self.devices.series
+        if all_series and all_series[0].newest_ns:
             # The first time at which all devices have samples.
-            origin_ns = max(one.samples[0].time_ns if one.samples else 0 for one in series)
+            origin_ns = max(series.samples[0].time_ns if series.samples else 0 for series in all_series)
         slots = self._trainer.ring.read_new()
-        begun = [slot.start_ns for slot in slots if slot.kind == ITERATION and slot.ordinal == 1]
+        loop_start_ns = [slot.start_ns for slot in slots if slot.kind == ITERATION and slot.ordinal == 1]
         state, ordinal, since_ns, _ = self._trainer.ring.read_state()
         if state == STEP and ordinal == 1:
-            begun.append(since_ns)
-        return slots, min([origin_ns, *begun])
+            loop_start_ns.append(since_ns)
+        return slots, min([origin_ns, *loop_start_ns])
 
     def _add_records(self, slots: list[Slot]) -> None:
         for slot in slots:
@@ -202,7 +202,7 @@ class Measuring:
 
 
 class RankMemory:
-    """The memory of a rank; ``offset``: number of the first iteration, less 1."""
+    """The memory of a rank, with warnings and values for reports; ``offset``: number of the first iteration, less 1."""
 
     def __init__(self, pid: int, log_interval: int, offset: int) -> None:
         self._pid, self._log_interval, self._offset = pid, log_interval, offset
@@ -234,7 +234,7 @@ class RankMemory:
             self._host_watch.add(ordinal + self._offset, private)
             self._warned += self._host_watch.new_warnings(lambda: available_bytes(self._pid))
         if self._device_watch.last is not None:
-            self._warned += self._device_watch.new_warnings(self._torch_bytes(series), max_positions or 0)
+            self._warned += self._device_watch.new_warnings(self._max_torch_bytes(series), max_positions or 0)
 
     def take_events(self, time_s: float) -> Iterator[Event]:
         warned, self._warned = self._warned, []
@@ -254,9 +254,9 @@ class RankMemory:
         return allocator, {name: ValueStatistics(1, value, 0.0, value, value) for name, value in values.items()}
 
     def _keep_values(self, slot: ring.Slot, now: MemoryReading, before: MemoryReading | None, is_end: bool) -> None:
-        """Keep the values of a reading until the report of its window."""
+        """Keep the values of a reading until the report of its window; ``is_end``: at the end of a window."""
         # After the end of a window, also a phase and an iteration that does not end belong to the next window.
-        window = -(-(slot.ordinal + self._offset + (not is_end)) // self._log_interval)
+        window = -(-(slot.ordinal + self._offset + (not is_end)) // self._log_interval)  # rounded up
         values = self._unreported.setdefault(window, {})
         has_failed = before is not None and now.out_of_memory > before.out_of_memory
         if is_end or has_failed:
@@ -270,8 +270,8 @@ class RankMemory:
                 if (more := getattr(now, name) - getattr(before, name)) > 0:
                     values[f"allocator/{name}"] = values.get(f"allocator/{name}", 0.0) + more
 
-    def _torch_bytes(self, series: Iterable[Series]) -> float | None:
-        """Return the bytes that torch's allocator can have, by the samples of each call; ``None`` without a sample."""
+    def _max_torch_bytes(self, series: Iterable[Series]) -> float | None:
+        """Return the bytes that torch's allocator can have, by samples of recent calls; ``None`` without a sample."""
         gpu = next((samples for samples in series if samples.device.is_gpu and not samples.device.shared), None)
         last = self._device_watch.last
         if gpu is None or last is None or not gpu.device.memory_total_bytes or gpu.newest is None:
@@ -283,6 +283,8 @@ class RankMemory:
 
 
 class _NameSums(Moments):
+    """The sums of the values of one name, with a digest for percentiles if its library is installed."""
+
     __slots__ = ("_digest",)
 
     def __init__(self) -> None:
@@ -327,24 +329,24 @@ class InstrumentValues:
 
     def add_record(self, slot: ring.Slot, window: int) -> None:
         """Add a record of the kind VALUES."""
-        names = self._windows.get(window)
-        if names is None:
+        sums = self._windows.get(window)
+        if sums is None:
             if len(self._windows) >= MAX_WINDOWS:
                 window = max(self._windows)
-            names = self._windows.setdefault(window, {})
+            sums = self._windows.setdefault(window, {})
         self._num_lost += max(slot.number - self._num_written - len(slot.values), 0)
         self._num_written = max(slot.number, self._num_written)
         for index, value in slot.values:
-            if index not in names:
-                names[index] = _NameSums()
-            names[index].add(value)
+            if index not in sums:
+                sums[index] = _NameSums()
+            sums[index].add(value)
 
     def take_values(self, window: int, names: Sequence[str], now_s: float, *, is_last: bool) -> _Statistics:
         """Remove and return the statistics of values up to a window, or of all if ``is_last``; publish the run's."""
         windows = sorted(number for number in self._windows if is_last or number <= window)
-        parts = [self._windows.pop(number) for number in windows]
+        taken = [self._windows.pop(number) for number in windows]
         values = merge_by_name(
-            {names[index]: sums.statistics() for index, sums in part.items() if index < len(names)} for part in parts
+            {names[index]: sums.statistics() for index, sums in part.items() if index < len(names)} for part in taken
         )
         has_instruments = not values.keys() <= FIGURES.keys()  # percentiles of figures of the framework are not shown
         if has_instruments and not self._is_digest_checked:
@@ -362,11 +364,11 @@ class InstrumentValues:
     def take_notice(self) -> str:
         """Return a line for the user, once; empty without a new one."""
         if self._num_lost:
-            line = (
+            text = (
                 f"{self._num_lost} values of instruments are missing: they were overwritten before the agent read "
                 "them, or a second thread recorded more than 1,000 values in one iteration"
             )
             self._num_lost = 0
-            return line
-        line, self._notice = self._notice, ""
-        return line
+            return text
+        text, self._notice = self._notice, ""
+        return text

@@ -41,10 +41,10 @@ class RankDevices:
         self._node_tracks: list[DeviceTrack] = []
         self._candidates: list[DeviceTrack] = []  # tracks of GPUs that may replace the first tracks
         self._gpu_choice = _gpu_choice(trainer.facts)
-        # Before the first iteration, a training without a pause for the idle power allocates its memory.
+        # The turn of this rank, see `calibrate_when_due`; with a pause for measuring idle power, it comes at once.
         self._calibrate_at_s = 0.0 if trainer.config.baseline_seconds else time.monotonic() + WITHOUT_ITERATION_S
-        self._has_begun = False  # as in `calibrate`
-        self._has_changed = False  # whether a device was opened or calibrated
+        self._has_begun = False  # whether the first iteration has ended, or an instrument has measured a span
+        self._has_changed = False  # whether a device was opened or calibrated since `take_has_changed`
         self.has_baseline = False  # whether the idle power of the devices was measured
 
     def start_samplers(self) -> None:
@@ -56,7 +56,7 @@ class RankDevices:
         self._start_node_sensors()
         # When the job's first window closes, the scope of the job's power is chosen from the open devices.
         self._wait_for_samples(until_s)
-        self.calibrate(has_begun=False)
+        self.calibrate_when_due(has_begun=False)
 
     def _wait_for_samples(self, until_s: float) -> None:
         self.take_samples()
@@ -74,16 +74,16 @@ class RankDevices:
         if (choice := _gpu_choice(self._trainer.facts)) != self._gpu_choice:
             self._gpu_choice = choice
             self._stop_tracks(self._candidates)
-            series = [track.series for track in self._tracks]
-            self._candidates = self._new_tracks([old.device.key if old is not None else "" for old in series])
+            open_keys = [track.series.device.key if track.series else "" for track in self._tracks]
+            self._candidates = self._new_tracks(open_keys)
             for track in self._candidates:
                 track.sampler.start()
 
-    def calibrate(self, *, has_begun: bool) -> None:
-        """Calibrate the sensors at this rank's turn after its first iteration, or in the pause for the idle power.
+    def calibrate_when_due(self, *, has_begun: bool) -> None:
+        """Request the calibration of each open sensor once, when it is this rank's turn; before, do nothing.
 
-        Before, the training allocates its memory, and the calls of a calibration may hold the same lock of the driver.
-        It has begun if the first iteration has ended, or an instrument measures a span.
+        The turn is some time after the loop has begun.  Before, the training allocates its memory, and the calls of a
+        calibration may hold the same lock of the driver.
         """
         if has_begun and not self._has_begun:
             self._has_begun = True
@@ -97,7 +97,7 @@ class RankDevices:
         if not self._candidates or any(track.sampler.is_opening for track in self._candidates):
             return False
         tracks = [
-            old if old is not None and new.sampler.unavailable == ALREADY_OPEN else new
+            old if old is not None and new.sampler.unavailable == ALREADY_OPEN else new  # the old one has this GPU open
             for old, new in zip_longest(self._tracks[: len(self._candidates)], self._candidates)
         ]
         before, self._tracks, self._candidates = self._tracks, tracks, []
@@ -123,7 +123,7 @@ class RankDevices:
         """Key of each open GPU -> its index in torch, which counts the visible GPUs from 0."""
         indices = _visible_gpus(self._trainer.facts) or [_torch_index(self._trainer)]
         devices = [track.series.device if track.series is not None else None for track in self._tracks]
-        return {device.key: n for device, n in zip(devices, indices, strict=False) if device and device.is_gpu}
+        return {device.key: index for device, index in zip(devices, indices, strict=False) if device and device.is_gpu}
 
     @property
     def unavailable(self) -> list[str]:
@@ -135,7 +135,7 @@ class RankDevices:
         return any(track.sampler.is_calibrating for track in self._all_tracks)
 
     @property
-    def newest(self) -> Sample | None:
+    def newest_of_first_device(self) -> Sample | None:
         series = self._tracks[0].series
         return series.newest if series else None
 
@@ -178,10 +178,10 @@ class RankDevices:
             track.sampler.stop(0.2)
 
     def _new_tracks(self, open_keys: Sequence[str] = ()) -> list[DeviceTrack]:
-        """Return a track for each GPU of the process; a GPU is not opened again if its key is at its place."""
-        gpus = _visible_gpus(self._trainer.facts)
-        indices: list[int | None] = [*gpus] or [None]
-        first, *others = zip(indices, [*open_keys, "", *("" for _ in gpus)], strict=False)
+        """Return a track for each GPU of the process; a GPU with the key at its place in ``open_keys`` is left out."""
+        indices: list[int | None] = [*_visible_gpus(self._trainer.facts)] or [None]
+        keys = [*open_keys, *[""] * len(indices)]  # "": no GPU is open at this place
+        first, *others = zip(indices, keys, strict=False)  # index and key
         openers = [partial(self._open, *first), *(partial(self._open_other, *other) for other in others)]
         samplers = (
             Sampler(opener, self._interval_s, self._report, self.wake_descriptor, self._calibrate) for opener in openers
@@ -189,6 +189,7 @@ class RankDevices:
         return [DeviceTrack(sampler, self._interval_s) for sampler in samplers]
 
     def _open_other(self, index: int | None, open_key: str) -> Reader:
+        """Open a further GPU: unlike the first device, it is not replaced by the host."""
         reader = self._open(index, open_key)
         if not reader.device.is_gpu:
             reader.close()
@@ -226,12 +227,12 @@ class RankDevices:
 
     def _start_node_sensors(self) -> None:
         """Start the node's power sensors: on one rank per node, and not with a simulated device."""
-        own, config = self._tracks[0].sampler.device, self._trainer.config
-        if not self._trainer.is_first_of_host or (own is not None and own.simulated):
+        first_device, config = self._tracks[0].sampler.device, self._trainer.config
+        if not self._trainer.is_first_of_host or (first_device is not None and first_device.simulated):
             return
         credentials = Path(config.node_power_credentials) if config.node_power_credentials else None
         for opener in node_power.openers(config.node_power, self._trainer.facts.host, credentials):
-            if opener.name == "cpu" and own is not None and own.kind == "host":
+            if opener.name == "cpu" and first_device is not None and first_device.kind == "host":
                 continue  # the host device already reads the power of the CPUs
             interval_s = max(opener.interval_s, self._interval_s)
             sampler = Sampler(opener.open, interval_s, self._report, self.wake_descriptor, is_node_sensor=True)
@@ -245,7 +246,8 @@ def _torch_index(trainer: Trainer) -> int:
     if facts.cuda_index is not None:
         return facts.cuda_index
     lists = [facts.visible_devices, facts.hip_visible_devices, facts.rocr_visible_devices]
-    return 0 if any(text is not None and "," not in text for text in lists) else trainer.place.local_rank
+    sees_one_gpu = any(text is not None and "," not in text for text in lists)
+    return 0 if sees_one_gpu else trainer.place.local_rank
 
 
 def _visible_gpus(facts: RankFacts) -> list[int]:
@@ -254,5 +256,6 @@ def _visible_gpus(facts: RankFacts) -> list[int]:
     return [index for index in facts.gpus if visible is None or index < len(visible.split(","))]
 
 
-def _gpu_choice(facts: RankFacts) -> tuple[object, ...]:  # the GPUs are opened again if it changes
+def _gpu_choice(facts: RankFacts) -> tuple[object, ...]:
+    """Return the facts that decide which GPUs are opened: if they change, GPUs are opened again."""
     return facts.cuda_uuid, facts.cuda_pci_bus_id, facts.gpus, facts.unclear_gpu

@@ -60,9 +60,9 @@ class Trainer:
             facts = msgspec.convert(document, RankFacts)
         except msgspec.ValidationError as error:
             return (f"the new facts of a training process are dropped, because they cannot be read: {error}",)
-        num_known = len(self.facts.warnings)
+        num_reported = len(self.facts.warnings)
         self.facts = self._with_address(facts)
-        return facts.warnings[num_known:]
+        return facts.warnings[num_reported:]
 
     def _with_address(self, facts: RankFacts) -> RankFacts:
         address = self._address
