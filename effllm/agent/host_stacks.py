@@ -32,7 +32,7 @@ OTHER = "other"
 #: Kinds to which everything belongs that they call; of several, the first one counts.
 KINDS_WITH_CALLEES = ("data", "compilation", "checkpoint", "logging")
 
-#: Where a loop waits for a DataLoader worker, and where a worker fetches a batch, in torch/utils/data.
+#: Where a loop waits for a DataLoader worker, and where a worker fetches a batch: file in torch/utils/data, function.
 WAIT_FOR_WORKER, FETCH = ("dataloader.py", "_try_get_data"), ("_utils/fetch.py", "fetch")
 
 #: Packages whose own functions in forward, backward and optimizer give the device its work, or are the work of a CPU.
@@ -73,7 +73,7 @@ class Frame(NamedTuple):
 
 
 class _Row(Struct, frozen=True):
-    """A row of frames.toml."""
+    """A row of frames.toml, which describes its fields."""
 
     kind: str
     file: str
@@ -86,10 +86,10 @@ class _FrameTable(Struct, frozen=True):
 
 
 Stacks = dict[tuple[Frame, ...], int]  # stack, outermost frame first -> number of samples
-Spans = Sequence[tuple[float, float]]
+SpansUs = Sequence[tuple[float, float]]  # start and end of each, in us since the start of the recording
 
 
-def stacks_of(recording: bytes, thread: int, within_us: Spans = ((0.0, math.inf),)) -> Stacks:
+def stacks_of(recording: bytes, thread: int, within_us: SpansUs = ((0.0, math.inf),)) -> Stacks:
     """Return the samples of a thread's stacks.
 
     Args:
@@ -100,37 +100,37 @@ def stacks_of(recording: bytes, thread: int, within_us: Spans = ((0.0, math.inf)
     Raises:
         msgspec.MsgspecError: the recording has another form.
     """
-    stacks: dict[int, list[Frame]] = {}
-    since_us: dict[int, int] = {}
-    spent_us: dict[tuple[int, tuple[Frame, ...]], float] = {}
+    present_frames: dict[int, list[Frame]] = {}  # of each thread
+    changed_us: dict[int, int] = {}  # time of the last change of a thread's frames
+    spent_us: dict[tuple[int, tuple[Frame, ...]], float] = {}  # thread and stack -> time
     for change in msgspec.json.decode(recording, type=list[_StackChange]):
-        stack = stacks.setdefault(change.tid, [])
-        if stack and change.ts > since_us[change.tid]:
-            inside_us = (min(change.ts, end) - max(since_us[change.tid], start) for start, end in within_us)
-            key = change.tid, tuple(stack)
+        frames = present_frames.setdefault(change.tid, [])
+        if frames and change.ts > changed_us[change.tid]:
+            inside_us = (min(change.ts, end) - max(changed_us[change.tid], start) for start, end in within_us)
+            key = change.tid, tuple(frames)
             spent_us[key] = spent_us.get(key, 0.0) + sum(max(us, 0.0) for us in inside_us)
-        since_us[change.tid] = change.ts
+        changed_us[change.tid] = change.ts
         if change.ph == "B":
-            stack.append(Frame(change.name, change.args.filename, change.args.line))
-        elif stack:
-            stack.pop()
+            frames.append(Frame(change.name, change.args.filename, change.args.line))
+        elif frames:
+            frames.pop()
     # The other threads begin in threading.py.
-    main_threads = {tid for tid, frames in spent_us if not frames[0].function.endswith("_bootstrap")}
-    wanted = {thread} if thread in stacks else main_threads
+    main_threads = {tid for tid, stack in spent_us if not stack[0].function.endswith("_bootstrap")}
+    wanted_threads = {thread} if thread in present_frames else main_threads
     sums_us: dict[tuple[Frame, ...], float] = {}
-    for (tid, frames), us in spent_us.items():
-        if tid in wanted:
-            sums_us[frames[-MAX_FRAMES:]] = sums_us.get(frames[-MAX_FRAMES:], 0.0) + us
-    return {frames: count for frames, us in sums_us.items() if (count := round(us * 1e-6 * RATE_HZ))}
+    for (tid, stack), us in spent_us.items():
+        if tid in wanted_threads:
+            sums_us[stack[-MAX_FRAMES:]] = sums_us.get(stack[-MAX_FRAMES:], 0.0) + us
+    return {stack: samples for stack, us in sums_us.items() if (samples := round(us * 1e-6 * RATE_HZ))}
 
 
 def has_frame(frames: Iterable[Frame], place: tuple[str, str]) -> bool:
-    """Whether a stack has a frame of torch/utils/data: of the end of a file's name, and of a function or method."""
+    """Whether a stack has a frame at a place in torch/utils/data: a file, and a function or method."""
     file, function = f"torch/utils/data/{place[0]}", place[1]
     return any(frame.path.endswith(file) and frame.function.rpartition(".")[2] == function for frame in frames)
 
 
-def with_frame(stacks: Stacks, place: tuple[str, str]) -> Stacks:
+def stacks_with_frame(stacks: Stacks, place: tuple[str, str]) -> Stacks:
     """Return the stacks for which `has_frame` is true."""
     return {frames: samples for frames, samples in stacks.items() if has_frame(frames, place)}
 
@@ -139,20 +139,21 @@ def script_folder(stacks: Stacks) -> str:
     """Return the folder of the training script: of the outermost frame that is not a library's; "" if it is unknown."""
     scripts: Counter[str] = Counter()
     for frames, samples in stacks.items():
-        path = next((frame.path for frame in frames if frame.path.startswith("/") and not is_library(frame.path)), "")
-        scripts[os.path.normpath(path)] += samples if path else 0
-    return str(Path(max(scripts, key=scripts.__getitem__)).parent) if scripts.total() else ""
+        users_paths = (frame.path for frame in frames if frame.path.startswith("/") and not is_library(frame.path))
+        if path := next(users_paths, ""):
+            scripts[os.path.normpath(path)] += samples
+    return str(Path(max(scripts, key=scripts.__getitem__)).parent) if scripts else ""
 
 
 class LongIterations(NamedTuple):
     """The long iterations during a recording."""
 
-    within_us: Spans = ()  # since the start of the recording
-    usual: float = 0.0  # number of long ones per iteration that is not long
+    within_us: SpansUs = ()
+    per_other: float = 0.0  # number of long iterations per other iteration
 
     @classmethod
     def long_among(cls, iterations_ns: Iterable[tuple[int, int]], began_ns: int) -> LongIterations:
-        """Return the long ones of iterations, each with its start and end; the recording began at ``began_ns``."""
+        """Return the long ones of iterations, given by start and end; the recording began at ``began_ns``."""
         spans = [(1e-3 * (start - began_ns), 1e-3 * (end - began_ns)) for start, end in iterations_ns]
         are_long = which_are_long([end - start for start, end in spans])
         during = [(span, is_long) for span, is_long in zip(spans, are_long, strict=True) if span[1] > 0]
@@ -168,13 +169,14 @@ class LineNames:
 
     def __init__(self, folder: str, kind: str = "") -> None:
         self._folder, self._kind = folder, kind
-        self._calls: dict[tuple[str, int], str] = {}
+        self._calls: dict[tuple[str, int], str] = {}  # file and line -> result of `_only_listed_call`
 
-    def lines_of(self, stacks: Stacks, in_long: Stacks | None = None, usual: float = 0.0) -> tuple[CodeLine, ...]:
-        """Return the lines with the most samples; ``in_long``: those in `LongIterations`, with their ``usual``."""
+    def lines_of(self, stacks: Stacks, in_long: Stacks | None = None, per_other: float = 0.0) -> tuple[CodeLine, ...]:
+        """Return the lines with the most samples; ``in_long``, ``per_other``: stacks and ratio of `LongIterations`."""
         counts, long = self._count_lines(stacks), self._count_lines(in_long or {})
         return tuple(
-            CodeLine(*line, samples, long=max(round(long[line] - usual * (samples - long[line])), 0))
+            # As many other iterations would have `per_other` times the samples outside of the long ones.
+            CodeLine(*line, samples, long=max(round(long[line] - per_other * (samples - long[line])), 0))
             for line, samples in counts.most_common(MAX_LINES)
         )
 
@@ -188,14 +190,15 @@ class LineNames:
         """Return the stacks with the most samples as text: their kind, and their functions, separated by ``;``."""
         counts: Counter[str] = Counter()
         for frames, samples in stacks.items():
-            places = ";".join(f"{_clean(one.function)} ({self._short_path(one.path)}:{one.line})" for one in frames)
-            if len(places) > MAX_STACK:
-                places = places[-MAX_STACK:].partition(";")[2]
-            counts[f"{self._code_line(frames)[0]};{places}"] += samples
-        kept, left = {}, MAX_STACKS_BYTES
+            names = (f"{_clean(frame.function)} ({self._short_path(frame.path)}:{frame.line})" for frame in frames)
+            text = ";".join(names)
+            if len(text) > MAX_STACK:
+                text = text[-MAX_STACK:].partition(";")[2]  # the innermost whole frames
+            counts[f"{self._code_line(frames)[0]};{text}"] += samples
+        kept, unused_bytes = {}, MAX_STACKS_BYTES
         for text, samples in counts.most_common(MAX_STACKS):
-            left -= len(text.encode())
-            if left >= 0:
+            unused_bytes -= len(text.encode())
+            if unused_bytes >= 0:
                 kept[text] = samples
         return kept
 
@@ -203,22 +206,22 @@ class LineNames:
         """Return the kind of a stack, the user's innermost line, and what it calls or waits for ("" for nothing)."""
         while len(frames) > 1 and _belongs_to_caller(frames[-1]):
             frames = frames[:-1]
-        users = [frame for frame in frames if not is_library(frame.path)]
-        user = next((frame for frame in reversed(users) if not frame.function.endswith(COMPREHENSIONS)), frames[-1])
-        call = self._only_known_call(frames[-1])
+        user_frames = [frame for frame in reversed(frames) if not is_library(frame.path)]
+        user = next((frame for frame in user_frames if not frame.function.endswith(COMPREHENSIONS)), frames[-1])
+        call = self._only_listed_call(frames[-1])
         names = [(self._short_path(frame.path), _clean(frame.function)) for frame in frames]
-        kinds = [kind for pair in (*names, (f"[{call}]", "")) if (kind := kind_of(*pair))]
+        kinds = [kind for file_and_function in (*names, (f"[{call}]", "")) if (kind := kind_of(*file_and_function))]
         kind = next((kind for kind in KINDS_WITH_CALLEES if kind in kinds), (kinds or [OTHER])[-1])
         if kind in PHASES and is_library(frames[-1].path) and names[-1][0].startswith(COMPUTING):
             kind = COMPUTE
-        function = f"{call} (probably)" if call else names[-1][1] if user is not frames[-1] else ""
+        callee = f"{call} (probably)" if call else names[-1][1] if user is not frames[-1] else ""
         if has_frame(frames, WAIT_FOR_WORKER):
-            function = "a wait for DataLoader workers"
+            callee = "a wait for DataLoader workers"
         # Some versions of Python show a generator without its callers.
         name = _clean(re.sub(r"(\.<locals>\.<\w+>)+$", "", user.function))
-        return self._kind or kind, f"{name} ({self._short_path(user.path)}:{user.line})", function
+        return self._kind or kind, f"{name} ({self._short_path(user.path)}:{user.line})", callee
 
-    def _only_known_call(self, frame: Frame) -> str:
+    def _only_listed_call(self, frame: Frame) -> str:
         """Return the only call on a frame's line, if it is a function in C with a row in frames.toml; else ""."""
         place = frame.path, frame.line
         if place not in self._calls:
@@ -244,7 +247,7 @@ def _belongs_to_caller(frame: Frame) -> bool:
 
 @functools.lru_cache(maxsize=4096)
 def kind_of(file: str, function: str = "") -> str:
-    """Return what a library's function does, by frames.toml; "" if it has no row."""
+    """Return the kind of a library's function, or of a call into C as ``[name]``, by frames.toml; "" without a row."""
     if file.startswith("["):
         rows = (row for row in _frame_rows() if row.file[:1] == "[" and file[1:-1] in row.file[1:-1].split("|"))
     else:
@@ -261,9 +264,10 @@ def _path_in_library(path: str) -> str | None:
     """Return the name of a library's file without the folder of libraries; ``None`` for the user's own file."""
     if (packages := _LIBRARIES.match(path)) is not None:
         return path[packages.end() :]
-    folder = next((root for root in (*_STANDARD, str(Path(_EFFLLM).parent)) if path.startswith(f"{root}/")), None)
-    is_own = folder is not None and (folder in _STANDARD or path.startswith(f"{_EFFLLM}/"))
-    return path[len(folder) + 1 :] if folder is not None and is_own else None
+    folder = next((root for root in _STANDARD if path.startswith(f"{root}/")), None)
+    if folder is None and path.startswith(f"{_EFFLLM}/"):
+        folder = str(Path(_EFFLLM).parent)
+    return path[len(folder) + 1 :] if folder is not None else None
 
 
 def _source_line(path: str, line: int) -> str:

@@ -39,7 +39,7 @@ MAX_TOP = 200
 class InspectionResult(Struct, frozen=True):
     """The result of an inspection."""
 
-    text: str
+    text: str  # state of the process, stacks of its threads, and path of the dump
     top: str  # position of the main thread, in short form
 
 
@@ -84,6 +84,7 @@ def has_ended(pidfd: int) -> bool:
 
 
 def _stacks_and_top(pid: int) -> tuple[str, str]:
+    """Return the stacks, or why there are none, and `InspectionResult.top` ("" without stacks)."""
     if not (program := py_spy_path()):
         return f"no stacks: py-spy is not installed ({INSTALL_PY_SPY})", ""
     try:
@@ -146,8 +147,8 @@ def request_dump(rank: int, environ: Mapping[str, str]) -> bool:
         pipe = f"{environ[DUMP_PIPE]}{rank}.pipe"
         descriptor = os.open(pipe, os.O_WRONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC)
         try:
-            about = os.fstat(descriptor)
-            return stat.S_ISFIFO(about.st_mode) and about.st_uid == os.getuid() and os.write(descriptor, b"1") == 1
+            status = os.fstat(descriptor)
+            return stat.S_ISFIFO(status.st_mode) and status.st_uid == os.getuid() and os.write(descriptor, b"1") == 1
         finally:
             os.close(descriptor)
     return False
@@ -158,27 +159,27 @@ def newest_dump(paths: Sequence[Path], since_time_s: float) -> Path | None:
     dumps = []
     for path in paths:
         with suppress(OSError):
-            about = path.lstat()
-            if stat.S_ISREG(about.st_mode) and about.st_uid == os.getuid() and about.st_mtime >= since_time_s:
-                dumps.append((about.st_mtime, path))
+            status = path.lstat()
+            if stat.S_ISREG(status.st_mode) and status.st_uid == os.getuid() and status.st_mtime >= since_time_s:
+                dumps.append((status.st_mtime, path))
     return max(dumps)[1] if dumps else None
 
 
 def wait_for_dump(paths: Sequence[Path], since_time_s: float) -> Path | None:
-    """Wait until a dump that was written after ``since_time_s`` has stopped growing, and return its path."""
+    """Wait until the newest dump since ``since_time_s`` no longer grows, at most `DUMP_WAIT_S`; return its path."""
     deadline_s = time.monotonic() + DUMP_WAIT_S
-    seen: tuple[Path, int] | None = None
-    seen_s = 0.0
+    last_dump: tuple[Path, int] | None = None  # path and size
+    unchanged_since_s = 0.0
     while (now_s := time.monotonic()) < deadline_s:
         path = newest_dump(paths, since_time_s)
         size = path.stat().st_size if path else 0
-        if path and size and seen == (path, size):
-            if now_s - seen_s >= SETTLED_S:
+        if path and size and last_dump == (path, size):
+            if now_s - unchanged_since_s >= SETTLED_S:
                 return path
         elif path:
-            seen, seen_s = (path, size), now_s
+            last_dump, unchanged_since_s = (path, size), now_s
         time.sleep(0.1)
-    return seen[0] if seen and seen[1] else None
+    return last_dump[0] if last_dump and last_dump[1] else None
 
 
 def copy_dump(dump: Path, to: Path) -> bool:

@@ -27,7 +27,7 @@ from effllm.agent.host_stacks import (
     Stacks,
     script_folder,
     stacks_of,
-    with_frame,
+    stacks_with_frame,
 )
 from effllm.agent.proc import INSTALL_PY_SPY, process_state, py_spy_error, py_spy_path
 from effllm.agent.trainer import Trainer
@@ -58,12 +58,12 @@ class StackRecording:
     def __init__(self, trainer: Trainer) -> None:
         self._trainer = trainer
         self._every_s = EVERY_S[trainer.config.stacks] if trainer.place.local_rank < MAX_RANKS_OF_NODE else math.inf
-        self._since_s = time.monotonic()
-        self._next_s = -math.inf if self._every_s < math.inf else math.inf
-        self._num_recordings, self._is_closed, self._reads_workers = 0, False, True
-        self._pid, self._began_ns = trainer.pid, 0  # of the recording
+        self._created_s = time.monotonic()
+        self._next_recording_s = -math.inf if self._every_s < math.inf else math.inf  # but not before the warm-up
+        self._num_recordings, self._is_closed, self._records_workers = 0, False, True
+        self._pid, self._began_ns = trainer.pid, 0  # of the last recording: the recorded process, and the start
         self._folder = ""  # of the training script
-        self._next_worker = 0  # pid of a DataLoader worker that is recorded next
+        self._next_worker = 0  # pid of a DataLoader worker that is recorded next, or 0
         self._process: subprocess.Popen[bytes] | None = None
         self._files: tuple[Any, ...] = ()  # memory for the recording and for py-spy's messages
         self._deadline_s = math.inf
@@ -86,21 +86,21 @@ class StackRecording:
         if worker := self._next_worker:
             self._next_worker = 0
             return self._begin_recording(now_s, worker)
-        has_warmed_up = ordinal >= FIRST_ITERATIONS and now_s - self._since_s > FIRST_S
-        if now_s < self._next_s or not has_warmed_up:
+        has_warmed_up = ordinal >= FIRST_ITERATIONS and now_s - self._created_s > FIRST_S
+        if now_s < self._next_recording_s or not has_warmed_up:
             return None
-        self._next_s, self._num_recordings = now_s + self._every_s, self._num_recordings + 1
+        self._next_recording_s, self._num_recordings = now_s + self._every_s, self._num_recordings + 1
         return self._begin_recording(now_s, self._trainer.pid)
 
     def request_soon(self, now_s: float) -> None:
         """Record as soon as the limit of the cost permits, because the job has a new loss."""
         if self._trainer.config.stacks != "off" and not self._is_closed:
-            permitted_s = self._since_s + APART_S * (self._num_recordings + 1 - MAX_AT_ONCE)
-            self._next_s = min(self._next_s, max(now_s, permitted_s))
+            permitted_s = self._created_s + APART_S * (self._num_recordings + 1 - MAX_AT_ONCE)
+            self._next_recording_s = min(self._next_recording_s, max(now_s, permitted_s))
 
     def finish(self) -> None:
         """End a recording now, with its samples, and begin no other one: the loop has ended."""
-        self._next_s, self._is_closed, self._next_worker = math.inf, True, 0
+        self._next_recording_s, self._is_closed, self._next_worker = math.inf, True, 0
         if self._process is not None:
             with suppress(ProcessLookupError):
                 self._process.send_signal(signal.SIGINT)  # py-spy then writes what it has
@@ -151,35 +151,35 @@ class StackRecording:
             return None  # the process has ended
         num_torn = int(errors[1]) if (errors := _ERRORS.search(messages)) is not None else 0
         if is_worker:
-            return self._host_samples(LineNames(self._folder, WORKER), with_frame(stacks, FETCH), num_torn)
+            return self._host_samples(LineNames(self._folder, WORKER), stacks_with_frame(stacks, FETCH), num_torn)
         self._folder = script_folder(stacks) or self._folder
         state, _, since_ns, _ = self._trainer.ring.read_state()
-        running = [(since_ns, time.monotonic_ns())] if state == STEP else []
-        long_iterations = LongIterations.long_among([*iterations_ns(), *running], self._began_ns)
+        unfinished_ns = [(since_ns, time.monotonic_ns())] if state == STEP else []
+        long_iterations = LongIterations.long_among([*iterations_ns(), *unfinished_ns], self._began_ns)
         in_long = stacks_of(recording, self._trainer.facts.thread_id, long_iterations.within_us)
-        waits = sum(with_frame(stacks, WAIT_FOR_WORKER).values())
-        if self._reads_workers and not self._is_closed and waits > MIN_WAIT * sum(stacks.values()):
+        waits = sum(stacks_with_frame(stacks, WAIT_FOR_WORKER).values())
+        if self._records_workers and not self._is_closed and waits > MIN_WAIT * sum(stacks.values()):
             self._next_worker = _busiest_worker(self._pid)
-        return self._host_samples(LineNames(self._folder), stacks, num_torn, in_long, long_iterations.usual)
+        return self._host_samples(LineNames(self._folder), stacks, num_torn, in_long, long_iterations.per_other)
 
     def _host_samples(
-        self, names: LineNames, stacks: Stacks, num_torn: int, in_long: Stacks | None = None, usual: float = 0.0
+        self, names: LineNames, stacks: Stacks, num_torn: int, in_long: Stacks | None = None, per_other: float = 0.0
     ) -> HostSamples:
         return HostSamples(
             self._trainer.agent,
             self._trainer.rank,
             sum(stacks.values()),
             num_torn,
-            names.lines_of(stacks, in_long, usual),
+            names.lines_of(stacks, in_long, per_other),
             stacks=names.stack_texts(stacks),
             is_worker=self._pid != self._trainer.pid,
         )
 
     def _give_up(self, why: str) -> HostSamples:
         if self._pid != self._trainer.pid:
-            self._reads_workers, why = False, f"DataLoader workers: {why}"
+            self._records_workers, why = False, f"DataLoader workers: {why}"
         else:
-            self._next_s, self._is_closed = math.inf, True  # the reason will be the same
+            self._next_recording_s, self._is_closed = math.inf, True  # the reason will be the same
         return HostSamples(self._trainer.agent, self._trainer.rank, failed=why)
 
     def _kill(self) -> None:
