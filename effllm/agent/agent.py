@@ -49,7 +49,8 @@ class Agent:
         self._children = Children(trainer, self._poller, events, self._notices)
         self._connection = Connection(trainer, self._poller, self._notices)
         self._devices = RankDevices(trainer, events.add_event)
-        self._was_woken_before = self._can_be_woken = self._is_trainer_replaced = False
+        self._can_be_woken = False  # whether `wake` is in the poller: not before `run`, nor after the socket is closed
+        self._was_just_woken = self._is_trainer_replaced = False  # by `wake` in the last poll; by another program
         self.is_measuring = False
 
     def run(self) -> None:
@@ -76,6 +77,7 @@ class Agent:
         self._shut_down()
 
     def _poll_and_handle(self) -> None:
+        """Wait until something arrives or is due, and handle it."""
         events = dict(self._poller.poll(self._timeout_ms()))
         began_s = time.monotonic()
         link = self._connection.link
@@ -86,12 +88,10 @@ class Agent:
             self._do_periodic_work(is_gone)
         if self._wake.fileno() in events:
             # The records of shorter iterations are read several at a time.
-            rest_s = MIN_LOOP_S - (time.monotonic() - began_s)
-            if self._was_woken_before and rest_s > 0:
-                time.sleep(rest_s)
-            self._was_woken_before = True
-        else:
-            self._was_woken_before = False
+            pause_s = MIN_LOOP_S - (time.monotonic() - began_s)
+            if self._was_just_woken and pause_s > 0:
+                time.sleep(pause_s)
+        self._was_just_woken = self._wake.fileno() in events
 
     def _timeout_ms(self) -> int:
         now_s = time.monotonic()
@@ -100,15 +100,15 @@ class Agent:
             until_s = min(until_s, now_s + 1.0)  # without a pidfd, the end of the trainer does not end the poll
         if not self._can_be_woken:
             until_s = min(until_s, now_s + WITHOUT_WAKES_S)
-        return max(int((until_s - now_s) * 1000) + 1, 0)
+        return max(int((until_s - now_s) * 1000) + 1, 0)  # rounded up: the poll does not end before `until_s`
 
     def _do_periodic_work(self, is_gone: bool = False) -> None:
         now_s = time.monotonic()
         self._drain_wakes()
         self._measuring.read_ring_and_samples(is_trainer_gone=is_gone)
         self._take_address_and_facts()  # after the records: then all their values have a name in the facts
-        if line := self._measuring.values.take_notice():
-            self._events.report("warning", line)
+        if text := self._measuring.values.take_notice():
+            self._events.report("warning", text)
         for event in self._measuring.memory.take_events(time.time()):
             self._events.add_event(event)
         self._measuring.cut_ended_windows(now_s)
@@ -165,7 +165,7 @@ class Agent:
         recording = self._children.recording
         while time.monotonic() - began_s < END_SAMPLES_S and not (self._measuring.settle_end() and recording.is_idle):
             self._poller.poll(20)
-            self._children.supervise(time.monotonic(), 0, self._measuring.cutter.iterations_ns)
+            self._children.supervise(time.monotonic(), ordinal=0, iterations_ns=self._measuring.cutter.iterations_ns)
         self._measuring.finish()
         self._events.add_omitted_counts()
         self._send_remaining(began_s + SEND_REMAINING_S)
@@ -187,6 +187,7 @@ class Agent:
         self._connection.close()
 
     def _send_remaining(self, until_s: float, is_extended: bool = False) -> None:
+        """Send reports and a BYE until these are acknowledged; ``is_extended``: only while an aggregator may do so."""
         while time.monotonic() < until_s and not self._conversation.refused:
             if is_extended and not self._conversation.may_deliver:
                 break
@@ -199,7 +200,7 @@ class Agent:
 
 def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="effllm.agent.agent")
-    for name in ("ring", "board", "trainer", "wake"):
+    for name in ("ring", "board", "trainer", "wake"):  # numbers of inherited descriptors
         parser.add_argument(f"--{name}", type=int, required=True)
     given = parser.parse_args(arguments)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # a signal to the job must not end the agent before its trainer

@@ -27,6 +27,7 @@ from effllm.store.run_lock import restart_id_of
 
 INSPECTION_LIMIT_S, CHECK_EVERY_S = 25.0, 0.1
 MAX_FAILED_STARTS = 3  # of an aggregator that ends with an error before it has answered this agent
+MIN_RESTART_DELAY_S, MAX_RESTART_DELAY_S = 0.1, 5.0  # the delay doubles with each start
 
 
 class AggregatorChild:
@@ -46,17 +47,16 @@ class AggregatorChild:
         self.done = False  # no aggregator runs or will be started: the job is over, or none can start
 
     def start_process(self) -> None:
-        """Start an aggregator on the listening socket, which stays open here for a replacement; note when to retry."""
-        body = msgspec.json.encode(self._orders)
+        """Start an aggregator on the listening socket, which stays open for a replacement; on failure, retry later."""
         orders_file = os.memfd_create("effllm-orders", 0)
-        os.write(orders_file, body)
+        os.write(orders_file, msgspec.json.encode(self._orders))
         orders = self._orders
         descriptors = (orders_file, orders.listen_descriptor, orders.stdout_descriptor, orders.trainer_descriptor)
         try:
             self._process = spawn("effllm.server.process", [str(orders_file)], descriptors)
         except OSError as error:
             self._report(Event(time.time(), "aggregator", f"the aggregator cannot be started: {error}"))
-            self._restart_at_s = time.monotonic() + 5.0
+            self._restart_at_s = time.monotonic() + MAX_RESTART_DELAY_S
             return
         finally:
             os.close(orders_file)
@@ -87,8 +87,7 @@ class AggregatorChild:
                 why = WHY_NO_RESOURCES if is_shortage else f"it ended with exit status {code}"
                 self._give_up(f"no metrics, training goes on: the aggregator cannot start: {why}")
                 return
-            delay_s = min(0.1 * 2 ** (self._num_started - 1), 5.0)
-            self._restart_at_s = now_s + delay_s
+            self._restart_at_s = now_s + min(MIN_RESTART_DELAY_S * 2 ** (self._num_started - 1), MAX_RESTART_DELAY_S)
             text = f"the aggregator died (exit {code}); another aggregator is started"
             self._report(Event(time.time(), "aggregator", text))
         if not self.done and now_s >= self._restart_at_s:
@@ -100,7 +99,7 @@ class Inspection:
 
     def __init__(self) -> None:
         self._thread: threading.Thread | None = None
-        self._results: list[InspectionResult] = []
+        self._results: list[InspectionResult] = []  # of the newest inspection: at most one
         self._deadline_s = math.inf
 
     @property
@@ -164,7 +163,7 @@ class Children:
         )
         self.aggregator = AggregatorChild(orders, self._events.add_event, self._notices.report_no_metrics)
         self.aggregator.start_process()
-        self._poll_for("aggregator", self.aggregator.descriptor)
+        self._set_polled_descriptor("aggregator", self.aggregator.descriptor)
 
     @property
     def is_aggregator_done(self) -> bool:
@@ -180,11 +179,11 @@ class Children:
         """Replace a dead aggregator, begin a recording if one is due, and keep the results of those that have ended."""
         if self.aggregator:
             self.aggregator.replace_if_dead(now_s)
-            self._poll_for("aggregator", self.aggregator.descriptor)
+            self._set_polled_descriptor("aggregator", self.aggregator.descriptor)
         self.inspection_result = self._inspection.take_result(now_s) or self.inspection_result
         if (samples := self.recording.begin_or_end(now_s, ordinal, iterations_ns)) is not None:
             self.host_samples = [*self.host_samples[-1:], samples]  # the newest two
-        self._poll_for("recording", self.recording.descriptor)
+        self._set_polled_descriptor("recording", self.recording.descriptor)
 
     def inspect(self, run_folder: str) -> None:
         """Start an inspection of the agent's own trainer, after a stall of the job."""
@@ -195,7 +194,7 @@ class Children:
         if why := self._inspection.start(work, time.monotonic()):
             self.inspection_result = InspectionResult(f"no stacks: {why}\n", f"unknown: {why}")
 
-    def _poll_for(self, child: str, descriptor: int) -> None:
+    def _set_polled_descriptor(self, child: str, descriptor: int) -> None:
         polled = self._polled[child]
         if descriptor == polled:
             return

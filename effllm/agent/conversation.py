@@ -43,7 +43,7 @@ class Connection:
         self._trainer, self._poller, self._notices = trainer, poller, notices
         self._context = make_context()
         self.link: Link | None = None
-        self.endpoint, self._job = "", ""
+        self.endpoint, self._job = "", ""  # of the newest address, also if no link could be opened
 
     def connect_to_newest(self) -> bool:
         """Connect to the newest address; return whether an earlier link was closed."""
@@ -97,12 +97,12 @@ class Conversation:
         self._children, self._events, self._notices = children, events, notices
         self._outbox = measuring.outbox
         self._core_wait: CoreWait | None = None  # since the first iterations: the start of a process waits, too
-        self._welcome: wire.Welcome | None = None
-        self._was_welcome = False
+        self._welcome: wire.Welcome | None = None  # the answer to the HELLO on the present connection
+        self._was_ever_welcome = False  # whether any aggregator has answered so far
         self.refused = ""  # the aggregator's reason for the rejection of this rank
         self._is_put_off = False  # this aggregator is ending; the agent waits for another address
         self.has_new_facts = False  # whether facts or devices have changed since the last HELLO
-        self._bye_sent = self._bye_seen = False
+        self._bye_sent = self._bye_seen = False  # whether this aggregator was sent the BYE, and has acknowledged it
         self._heartbeat_s = min(HEARTBEAT_S, trainer.config.stall_seconds / BEATS)
         self._hello_sent_s = self._next_heartbeat_s = self._next_frame_s = 0.0
         self._acknowledged_s = 0.0  # time of the last acknowledgement, or of the answer to a HELLO
@@ -113,6 +113,7 @@ class Conversation:
             self._forget_answers()
 
     def exchange_messages(self, now_s: float) -> None:
+        """Introduce the rank on a new connection, handle the received messages, and send what is due."""
         self.has_new_facts = self._measuring.devices.take_has_changed() or self.has_new_facts
         if self._core_wait is None and self._measuring.cutter.last_ordinal:
             self._core_wait = CoreWait(self._trainer.pid)
@@ -133,7 +134,7 @@ class Conversation:
         if self._welcome is None:
             self._warn_without_aggregator(now_s)
             return
-        if self.has_new_facts:  # the facts have changed after the last HELLO
+        if self.has_new_facts:
             self._send_hello(now_s)
         self._send_reports(link, now_s)
         self._send_events_and_stacks(link)
@@ -142,6 +143,7 @@ class Conversation:
             link.send(heartbeat(self._trainer, self._measuring, now_s))
 
     def due_s(self, now_s: float) -> float:
+        """Return the time of the next call of `exchange_messages`, at the latest."""
         until_s = now_s + 1.0
         if self._welcome:
             until_s = self._next_heartbeat_s
@@ -151,17 +153,15 @@ class Conversation:
             until_s = min(until_s, self._hello_sent_s + HELLO_AGAIN_S)
         return until_s
 
-    # --- the end ---
-
     def send_bye(self) -> None:
         """Send one BYE, after every report has been sent."""
         link = self._connection.link
         if link is None or not self._welcome or self._outbox.num_unsent or self._bye_sent:
             return
-        measuring, status = self._measuring, self._measuring.status or ENDED
-        end_time_s = measuring.cutter.unix_s(measuring.end_ns)
-        ends = (self._outbox.num_lost, *self._cost(), end_time_s, self._core_wait_s())
-        bye = wire.Bye(self._trainer.agent, self._trainer.rank, status, measuring.cutter.last_ordinal, *ends)
+        agent, rank, status = self._trainer.agent, self._trainer.rank, self._measuring.status or ENDED
+        num_lost, last_ordinal = self._outbox.num_lost, self._measuring.cutter.last_ordinal
+        end_time_s = self._measuring.cutter.unix_s(self._measuring.end_ns)
+        bye = wire.Bye(agent, rank, status, last_ordinal, num_lost, *self._cost(), end_time_s, self._core_wait_s())
         self._bye_sent = link.send(bye)
 
     def is_over(self, now_s: float) -> bool:
@@ -180,7 +180,7 @@ class Conversation:
     def is_unanswered(self) -> bool:
         """Whether no aggregator has answered yet, and one may still do so."""
         has_address = self._connection.link is not None
-        return has_address and not (self._was_welcome or self.refused or self._children.is_aggregator_done)
+        return has_address and not (self._was_ever_welcome or self.refused or self._children.is_aggregator_done)
 
     @property
     def may_deliver(self) -> bool:
@@ -192,8 +192,6 @@ class Conversation:
     def report_undelivered(self) -> None:
         if len(self._outbox) and not self._bye_seen and not self.refused:
             self._notices.report_undelivered(len(self._outbox))
-
-    # --- sent messages ---
 
     def _warn_without_aggregator(self, now_s: float) -> None:
         if not self.refused:
@@ -234,9 +232,8 @@ class Conversation:
         """Return the cost of the measurement: CPU seconds of the agent, sent bytes, seconds of the recorder."""
         pair_s, link = self._trainer.facts.recorder_pair_s, self._connection.link
         sent_bytes = link.sent_bytes if link is not None else 0
-        return time.process_time(), sent_bytes, pair_s and pair_s * self._measuring.cutter.last_ordinal
-
-    # --- received messages ---
+        recorder_s = None if pair_s is None else pair_s * self._measuring.cutter.last_ordinal
+        return time.process_time(), sent_bytes, recorder_s
 
     def _handle_message(self, message: wire.FromAggregator) -> None:
         if isinstance(message, wire.Welcome):
@@ -255,11 +252,11 @@ class Conversation:
             self._bye_seen = True
         elif isinstance(message, wire.RecordStacks):
             self._children.recording.request_soon(time.monotonic())
-        else:
+        else:  # wire.Inspect
             self._children.inspect(self._welcome.run_folder if self._welcome else "")
 
     def _accept_welcome(self, welcome: wire.Welcome) -> None:
-        self._welcome, self._was_welcome = welcome, True
+        self._welcome, self._was_ever_welcome = welcome, True
         self._acknowledged_s = time.monotonic()
         if self._children.aggregator is not None:
             self._children.aggregator.has_served = True
@@ -279,7 +276,7 @@ class Conversation:
             self._is_put_off = True  # this aggregator is ending; its replacement has another address
             return
         if message.reason == self.refused and not message.whole_job:
-            return
+            return  # already reported
         if message.whole_job and self._connection.disconnect():  # another peer may then use the connection
             self._forget_answers()
         self.refused = message.reason
@@ -343,7 +340,7 @@ def heartbeat(trainer: Trainer, measuring: Measuring, now_s: float) -> wire.Hear
     name = MARKED_PHASES[phase] if state == PHASE_STATE else STATE_NAMES[state]
     if state in (STARTUP, BETWEEN) and trainer.facts.serves_requests:
         name = WAITING
-    newest = measuring.devices.newest
+    newest = measuring.devices.newest_of_first_device
     return wire.Heartbeat(
         agent=trainer.agent,
         rank=trainer.rank,

@@ -40,8 +40,8 @@ class LogFile:
 
     def add_line(self, event: Event) -> None:
         stamp = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(event.time_s))
-        often = f" ({event.count} events)" if event.count > 1 else ""
-        self._lines.put(f"{stamp}Z rank {self._rank}: {event.text}{often}\n")
+        count_text = f" ({event.count} events)" if event.count > 1 else ""
+        self._lines.put(f"{stamp}Z rank {self._rank}: {event.text}{count_text}\n")
 
     def start_writing(self, folder: Path) -> None:
         """Start the thread that writes to a file in ``folder``; the first line creates the file."""
@@ -58,16 +58,17 @@ class LogFile:
             self._thread.join(CLOSE_S)
 
     def _write_lines(self, path: Path) -> None:
-        file = -1
+        descriptor = -1
         while (line := self._lines.get()) is not None:
             # The disk may be full, or the folder on another host: the aggregator still has the events.
             with contextlib.suppress(OSError):
-                if file < 0:
+                if descriptor < 0:
                     own_files.make_folder(path.parent)
-                    file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-                os.write(file, line.encode())
-        if file >= 0:
-            os.close(file)
+                    flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW
+                    descriptor = os.open(path, flags, 0o600)
+                os.write(descriptor, line.encode())
+        if descriptor >= 0:
+            os.close(descriptor)
 
 
 class AgentEvents:
@@ -75,7 +76,7 @@ class AgentEvents:
 
     def __init__(self, rank: int) -> None:
         self.log = LogFile(rank)
-        self._limit = EventLimit()
+        self._limit = EventLimit()  # counts the events that it omits; a line with their number is due once a minute
         self._lock = threading.Lock()
         self._unsent: deque[Event] = deque()
 
@@ -86,14 +87,14 @@ class AgentEvents:
         """Add an event; if there are many equal events, most of them are only counted."""
         event = replace(event, text=event.text[:MAX_TEXT], count=min(event.count, MAX_EVENT_COUNT))
         with self._lock:
-            self._add_due_counts(time.monotonic())
+            self._add_due_omitted_counts(time.monotonic())
             if self._limit.admit(event):
                 self._log_and_queue(event)
 
     def oldest_unsent(self) -> Event | None:
         """Return the oldest unsent event, which stays until `remove_oldest`; ``None`` if all are sent."""
         with self._lock:
-            self._add_due_counts(time.monotonic())
+            self._add_due_omitted_counts(time.monotonic())
             return self._unsent[0] if self._unsent else None
 
     def remove_oldest(self) -> None:
@@ -103,9 +104,9 @@ class AgentEvents:
     def add_omitted_counts(self) -> None:
         """Add the lines that count omitted events, because the job ends; none of them displaces an event."""
         with self._lock:
-            self._add_due_counts(math.inf, 2 * MAX_UNSENT)
+            self._add_due_omitted_counts(math.inf, 2 * MAX_UNSENT)
 
-    def _add_due_counts(self, now_s: float, max_unsent: int = MAX_UNSENT) -> None:
+    def _add_due_omitted_counts(self, now_s: float, max_unsent: int = MAX_UNSENT) -> None:
         for event in self._limit.take_left_out(now_s):
             self._log_and_queue(event, max_unsent)
 
