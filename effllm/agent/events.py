@@ -148,8 +148,8 @@ class Notices:
         if self.is_explained or now_s - self._started_s < NO_AGGREGATOR_AFTER_S:
             return
         self.is_explained = True
-        where = self._trainer.facts.endpoint
-        text = f"no aggregator answers at {where}" if where else "rank 0 has not published its address"
+        endpoint = self._trainer.facts.endpoint
+        text = f"no aggregator answers at {endpoint}" if endpoint else "rank 0 has not published its address"
         self._report_once_per_host(text, f"{text}: no metrics without an aggregator; training goes on")
 
     def report_wait(self, limit_s: float) -> None:

@@ -125,8 +125,8 @@ def _dump_line(pid: int, rank: int, copy: Path | None, is_requested: bool, began
 
 def process_description(pid: int) -> str:
     """Return a line with the state of a process, and the kernel function in which it waits."""
-    letter, where = process_state(pid), short_file(f"/proc/{pid}/wchan").strip()
-    waits = f", waits in {where}" if where not in ("", "0") else ""
+    letter, kernel_function = process_state(pid), short_file(f"/proc/{pid}/wchan").strip()
+    waits = f", waits in {kernel_function}" if kernel_function not in ("", "0") else ""
     return f"state: {letter} ({STATES.get(letter, 'unknown')}){waits}"
 
 

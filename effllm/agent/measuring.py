@@ -267,8 +267,8 @@ class RankMemory:
             values[f"allocator/{now.after}_peak_bytes"] = now.allocated_peak
         if before is not None:
             for name in ("retries", "out_of_memory"):
-                if (more := getattr(now, name) - getattr(before, name)) > 0:
-                    values[f"allocator/{name}"] = values.get(f"allocator/{name}", 0.0) + more
+                if (increase := getattr(now, name) - getattr(before, name)) > 0:
+                    values[f"allocator/{name}"] = values.get(f"allocator/{name}", 0.0) + increase
 
     def _max_torch_bytes(self, series: Iterable[Series]) -> float | None:
         """Return the bytes that torch's allocator can have, by samples of recent calls; ``None`` without a sample."""

@@ -123,9 +123,9 @@ def py_spy_path() -> str:
 def py_spy_error(messages: bytes, scope: Path = Path("/proc/sys/kernel/yama/ptrace_scope")) -> str:
     """Return why py-spy has failed, in one line, from its messages and from Yama's setting."""
     lines = [" ".join(line.split()) for line in messages.decode(errors="replace").splitlines() if line.strip()]
-    said = next((line for line in lines if "rror" in line), lines[0] if lines else "no message")[:200]
-    if "permission denied" not in said.lower():
-        return f"py-spy failed: {said}"
+    message = next((line for line in lines if "rror" in line), lines[0] if lines else "no message")[:200]
+    if "permission denied" not in message.lower():
+        return f"py-spy failed: {message}"
     setting = short_file(scope).strip()
     if setting in ("", "0"):
         return "Linux does not permit py-spy to read the process; a container needs --cap-add=SYS_PTRACE"
@@ -151,8 +151,8 @@ def available_bytes(pid: int, proc: Path = Path("/proc"), groups: Path = Path("/
     while group.is_relative_to(groups):
         limit, current = short_file(group / "memory.max").strip(), short_file(group / "memory.current").strip()
         if limit.isdigit() and current.isdigit():  # "max" without a limit
-            files = sum(int(size) for size in _FILE_PAGES.findall(short_file(group / "memory.stat")))
-            available.append(float(int(limit) - int(current) + files))
+            file_bytes = sum(int(size) for size in _FILE_PAGES.findall(short_file(group / "memory.stat")))
+            available.append(float(int(limit) - int(current) + file_bytes))
         if group == groups:
             break
         group = group.parent

@@ -178,12 +178,12 @@ def first_die(smi: Any, second: Processor, processors: Sequence[Processor]) -> P
     (amdgpu_amdkfd_get_xgmi_bandwidth_mbytes).  If no bandwidth is reported, the preceding die on the PCI bus is used,
     as on the machines of ml-energy/zeus#203.
     """
-    others = [die for die in processors if die.is_one_of_two_dies and die.bus != second.bus]
+    other_dies = [die for die in processors if die.is_one_of_two_dies and die.bus != second.bus]
     call = "amdsmi_get_minmax_bandwidth_between_processors"
-    bandwidths = [number(try_call(smi, call, second.handle, die.handle).get("max_bandwidth")) for die in others]
+    bandwidths = [number(try_call(smi, call, second.handle, die.handle).get("max_bandwidth")) for die in other_dies]
     if any(bandwidths):
-        pairs = zip(others, bandwidths, strict=True)
+        pairs = zip(other_dies, bandwidths, strict=True)
         linked = [die for die, mb_per_s in pairs if (mb_per_s or 0) >= _FOUR_LINKS_MB_PER_S]
     else:
-        linked = sorted((die for die in others if die.bus < second.bus), key=lambda die: die.bus)[-1:]
+        linked = sorted((die for die in other_dies if die.bus < second.bus), key=lambda die: die.bus)[-1:]
     return linked[0] if linked and not is_second_die(smi, linked[0]) else None

@@ -94,9 +94,9 @@ def measured_or_cached_sensor(reader: Reader, folder: Path) -> SensorSummary | N
         return None
     read = getattr(reader, "read_energy", reader.read)
     sensor = calibrate(device, lambda: read()[0], folder, keep=False)
-    both = [name for name in SensorSummary.__struct_fields__ if name in Sensor.__struct_fields__]
+    shared_fields = [name for name in SensorSummary.__struct_fields__ if name in Sensor.__struct_fields__]
     scopes = _supported_scopes(device.key) if device.kind == "nvml" else {}
-    values = {name: getattr(sensor, name) for name in both}
+    values = {name: getattr(sensor, name) for name in shared_fields}
     return SensorSummary(**values, measured_lag=sensor.source.startswith("profiled"), scopes=scopes)
 
 

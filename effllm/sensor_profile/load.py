@@ -141,10 +141,10 @@ class TorchLoad:
             LoadUnavailable: the process cannot load the GPU, has ended, or does not answer in time.
         """
         while b"\n" not in self._received and select.select([self._answers], [], [], 0)[0]:
-            more = os.read(self._answers, 1 << 16)
-            if not more:
+            part = os.read(self._answers, 1 << 16)
+            if not part:
                 raise LoadUnavailable("the process that loads the GPU has ended")
-            self._received += more
+            self._received += part
         if b"\n" not in self._received:
             if time.monotonic() > self._deadline_s:
                 raise LoadUnavailable("the process that loads the GPU does not answer")

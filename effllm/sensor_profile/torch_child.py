@@ -34,8 +34,8 @@ def main(arguments: list[str]) -> None:
         return
     _send(answers, {"ready": products.name})
     received = b""
-    while more := os.read(orders, 1 << 16):
-        received += more
+    while part := os.read(orders, 1 << 16):
+        received += part
         while b"\n" in received:
             line, _, received = received.partition(b"\n")
             order = json.loads(line)

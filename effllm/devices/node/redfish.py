@@ -308,8 +308,8 @@ def _environment_w(service: Service, path: str) -> float:
 def _control_w(service: Service, path: str) -> float:
     """Return the largest power: some services list the chassis and also its parts, such as CPUs and memory."""
     controls = _objects_in((service.get(path) or {}).get("PowerControl"))
-    whole = [control for control in controls if control.get("PhysicalContext") == "Chassis"] or controls
-    powers_w = [watts for control in whole if (watts := _valid_watts(control.get("PowerConsumedWatts"))) is not None]
+    chosen = [control for control in controls if control.get("PhysicalContext") == "Chassis"] or controls
+    powers_w = [watts for control in chosen if (watts := _valid_watts(control.get("PowerConsumedWatts"))) is not None]
     return _above_zero(max(powers_w, default=None))
 
 
