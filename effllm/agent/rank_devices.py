@@ -178,7 +178,7 @@ class RankDevices:
             track.sampler.stop(0.2)
 
     def _new_tracks(self, open_keys: Sequence[str] = ()) -> list[DeviceTrack]:
-        """Return a track for each GPU of the process; a GPU with the key at its place in ``open_keys`` is left out."""
+        """Return a track for each GPU of the process; a GPU is not opened again if its key is at its place here."""
         indices: list[int | None] = [*_visible_gpus(self._trainer.facts)] or [None]
         keys = [*open_keys, *[""] * len(indices)]  # "": no GPU is open at this place
         first, *others = zip(indices, keys, strict=False)  # index and key

@@ -76,13 +76,13 @@ class DriverTime:
             weight = SLOWER_WEIGHT if driver_s > self.full_s else FASTER_WEIGHT
             self.full_s += (driver_s - self.full_s) * max(weight, 1 / (self._num_full - 1))
 
-    def pay_for_readings(self, wanted: int, within_s: float, *, is_limited: bool) -> int:
+    def pay_for_readings(self, wanted: int, since_s: float, *, is_limited: bool) -> int:
         """Return how many of the ``wanted`` readings at an edge are allowed, and charge the credit with their time.
 
-        The previous edge was ``within_s`` ago.  The CPU time limits them, but not to less than one; if ``is_limited``,
-        the credit of time in the driver limits them, too.
+        ``since_s``: time since the previous edge.  The CPU time limits them, but not to less than one; if
+        ``is_limited``, the credit of time in the driver limits them, too.
         """
-        by_cpu_time = min(wanted, max(int(MAX_EDGE_SHARE * within_s / (self.energy_s + WAKE_S)), 1))
+        by_cpu_time = min(wanted, max(int(MAX_EDGE_SHARE * since_s / (self.energy_s + WAKE_S)), 1))
         if not is_limited:
             return by_cpu_time
         now_s = time.monotonic()
@@ -137,7 +137,7 @@ class Sampler:
         """Start the thread, which opens the device and takes the first sample at once."""
         self._thread.start()
 
-    def request_samples(self, times_ns: Sequence[int] = (), within_s: float = 1.0, *, is_forced: bool = False) -> None:
+    def request_samples(self, times_ns: Sequence[int] = (), since_s: float = 1.0, *, is_forced: bool = False) -> None:
         """Request samples at monotonic times; samples for past times are taken at once.
 
         Requests to a missing device are ignored.  At most ``MAX_REQUESTS`` requests wait during a hanging call.  If
@@ -145,7 +145,7 @@ class Sampler:
 
         Args:
             times_ns: the times in ascending order; empty means the current time.
-            within_s: seconds since the previous request.
+            since_s: seconds since the previous request.
             is_forced: whether the readings are taken in any case, at the end of the run or after a long wait.
         """
         if self.unavailable:
@@ -155,7 +155,7 @@ class Sampler:
                 self._requests.get_nowait()
         times = times_ns or (time.monotonic_ns(),)
         is_limited = not self._is_node_sensor and not is_forced
-        affordable = self.driver.pay_for_readings(len(times), within_s, is_limited=is_limited)
+        affordable = self.driver.pay_for_readings(len(times), since_s, is_limited=is_limited)
         if affordable < 2:
             times = times[:affordable]
         elif affordable < len(times):  # the first and the last ones

@@ -81,8 +81,8 @@ class Series:
             self.samples.append(sample)
             self.events += sample.events
 
-    def calibrate(self, device: Device) -> None:
-        """Set the sensor's calibration, which is known only after the first samples."""
+    def set_calibration(self, device: Device) -> None:
+        """Use the sensor of a device that was calibrated after its first samples."""
         self.device = replace(self.device, sensor=device.sensor)
         self.energy.timing.calibrate(device.sensor)
 

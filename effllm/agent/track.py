@@ -44,7 +44,7 @@ class DeviceTrack:
             if isinstance(item, Sample) and self.series is not None:
                 self.series.add_sample(item)
             elif isinstance(item, Device) and self.series is not None:
-                self.series.calibrate(item)
+                self.series.set_calibration(item)
                 has_changed = True
         return has_changed
 
@@ -71,7 +71,7 @@ class DeviceTrack:
         since_s = (edge_ns - self._requested_ns) * 1e-9 if self._requested_ns else 1.0
         self._requested_ns = max(edge_ns, self._requested_ns)
         times = self.series.energy.timing.reads_for(edge_ns) if self.series else [edge_ns]
-        self.sampler.request_samples(times, within_s=max(since_s, 0.0), is_forced=is_forced)
+        self.sampler.request_samples(times, since_s=max(since_s, 0.0), is_forced=is_forced)
 
     def is_settled(self, edge_ns: int) -> bool:
         """Whether the value at an edge is final, or the device is stale."""
