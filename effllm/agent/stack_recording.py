@@ -111,6 +111,7 @@ class StackRecording:
             self._kill()
 
     def _begin_recording(self, now_s: float, pid: int) -> HostSamples | None:
+        """Start py-spy for the trainer or a worker; return why this failed, else ``None``."""
         self._pid = pid
         if not (program := py_spy_path()):
             return self._give_up(f"py-spy is not installed ({INSTALL_PY_SPY})")
@@ -136,6 +137,7 @@ class StackRecording:
         return None
 
     def _end_recording(self, now_s: float, iterations_ns: IterationsNs) -> HostSamples | None:
+        """Return the samples, or why the recording failed; ``None`` if the recorded process has ended."""
         assert self._process is not None
         code, is_late = self._process.poll(), now_s > self._deadline_s
         recording, messages = (os.pread(file.fileno(), MAX_BYTES, 0) for file in self._files)

@@ -155,8 +155,7 @@ class WindowCutter:
         self._unix_minus_monotonic_s = unix_minus_monotonic_s
         # For the next report: its start, the ordinal of its first iteration, and the totals at its start.
         self._start_ns = self.origin_ns = origin_ns
-        self._first_ordinal = 1
-        self._start_totals, self._num_overwritten_before = _NO_TOTALS, 0
+        self._first_ordinal, self._start_totals, self._num_overwritten_before = 1, _NO_TOTALS, 0
         self._last_iteration: ring.Slot | None = None
         self._newest_totals = _NO_TOTALS  # the last record with totals: of an iteration, a phase or the end
         #: Ended windows without a report, the oldest first: last iteration, number of overwritten iterations so far.

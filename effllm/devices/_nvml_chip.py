@@ -62,7 +62,7 @@ class Chip:
         self._gauges = [quantity for quantity in gauges if quantity is not None]
         self.has_memory, self.memory_includes_reserve = memory is not None, memory is not None and memory.extra is None
         self.has_utilization = utilization is not None
-        self.memory_total_bytes = _total_bytes(memory)
+        self.memory_total_bytes = _read_total_bytes(memory)
 
     def read_memory_and_utilization(self, values: dict[str, float], failures: dict[str, str]) -> None:
         """Add both by their names in `Sample`, or the reasons for failures.
@@ -94,7 +94,7 @@ def _memory_quantity(handle: Any) -> Quantity | None:
     )
 
 
-def _total_bytes(memory: Quantity | None) -> int | None:
+def _read_total_bytes(memory: Quantity | None) -> int | None:
     with suppress(pynvml.NVMLError):
         total_bytes: int = memory.ask().total if memory is not None else 0
         return total_bytes if 0 < total_bytes <= MAX_VALUE_64 else None
@@ -103,13 +103,13 @@ def _total_bytes(memory: Quantity | None) -> int | None:
 
 def max_clock_hz(gpu: Any) -> float | None:
     """Return the maximum SM clock, or ``None`` if NVML does not report it."""
-    return _only_value(_clock_quantity("hz", "nvmlDeviceGetMaxClockInfo", gpu, pynvml.NVML_CLOCK_SM)) or None
+    return _read_value(_clock_quantity("hz", "nvmlDeviceGetMaxClockInfo", gpu, pynvml.NVML_CLOCK_SM)) or None
 
 
 def default_limit_w(gpu: Any) -> float | None:
     """Return the default power limit, or ``None`` if NVML does not report it."""
     limit = Quantity("w", "nvmlDeviceGetPowerManagementDefaultLimit", gpu, divisor=1e3)
-    return _only_value(first_supported(limit)) or None
+    return _read_value(first_supported(limit)) or None
 
 
 def power_profiles(gpu: Any) -> str | None:
@@ -138,7 +138,7 @@ class EventPoller:
         kind, since = pynvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, pynvml.NVML_VOLATILE_ECC
         errors = Quantity("ecc", "nvmlDeviceGetTotalEccErrors", handle, kind, since, maximum=MAX_VALUE_64)
         self._limit, self._errors = first_supported(limit), first_supported(errors)
-        self.limit_w, self._num_errors = _only_value(self._limit), _only_value(self._errors)
+        self.limit_w, self._num_errors = _read_value(self._limit), _read_value(self._errors)
         self._next_xids_s, self._next_errors_s = now_s, now_s + ERRORS_EVERY_S
         self.open()
 
@@ -161,7 +161,7 @@ class EventPoller:
         events = self._read_xids()
         if now_s >= self._next_errors_s and is_there:
             self._next_errors_s = now_s + ERRORS_EVERY_S
-            self.limit_w = _only_value(self._limit) or self.limit_w
+            self.limit_w = _read_value(self._limit) or self.limit_w
             events += self._new_memory_errors()
         return tuple(events)
 
@@ -179,7 +179,7 @@ class EventPoller:
         return [Event(time.time(), "xid", _xid_text(number, times), count=times) for number, times in numbers.items()]
 
     def _new_memory_errors(self) -> list[Event]:
-        before, errors = self._num_errors, _only_value(self._errors)
+        before, errors = self._num_errors, _read_value(self._errors)
         if errors is None:
             return []
         self._num_errors = errors  # NVML's count restarts at zero when the driver is loaded again
@@ -192,7 +192,7 @@ def _xid_text(number: int, times: int) -> str:
     return f"Xid {number}{times_text}: a critical error of the GPU, see the driver's log"
 
 
-def _only_value(quantity: Quantity | None) -> float | None:
+def _read_value(quantity: Quantity | None) -> float | None:
     values: dict[str, float] = {}
     if quantity is not None:
         quantity.read_into(values, {})

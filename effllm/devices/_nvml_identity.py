@@ -124,7 +124,7 @@ def _first_slice(gpu: Any, site: Site) -> Any:
 
 def _find_torch_device(site: Site) -> Any:
     uuid = site.cuda_uuid
-    prefixes = ("",) if uuid.startswith(("GPU-", "MIG-")) else ("GPU-", "MIG-")
+    prefixes = ("",) if uuid.startswith(("GPU-", "MIG-")) else ("GPU-", "MIG-")  # some versions of torch leave it out
     for name in [prefix + uuid for prefix in prefixes if uuid]:
         with suppress(pynvml.NVMLError_NotFound, pynvml.NVMLError_InvalidArgument):
             return pynvml.nvmlDeviceGetHandleByUUID(name)

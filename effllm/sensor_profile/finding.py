@@ -82,6 +82,7 @@ class SensorEvidence:
         return next((rhythm.period_s for rhythm in rhythms if rhythm is not None), 0.0)
 
     def add_load_record(self, record: Record, load_name: str) -> None:
+        """Add what was read under the load: the changes of the readings, and their responses to the load."""
         self._load_name, self._num_edges = load_name, len(record.edges)
         load = estimates.Load(record.edges, record.origin_ns)
         analyses = _analysed_record(record)

@@ -57,13 +57,13 @@ class Meter(NamedTuple):
 
 def grace_meters(root: Path) -> tuple[list[Meter], bool]:
     """Return the meter of each socket, and whether there is also a meter of a module."""
-    meters: dict[tuple[bool, int], Meter] = {}
+    meters: dict[tuple[bool, int], Meter] = {}  # whether it is a module's, number of the socket -> meter
     for path in sorted([*root.glob("hwmon*/device/power*_average"), *root.glob("hwmon*/power*_average")]):
         label = _read_attribute(path, "oem_info") or _read_attribute(path, "label")
-        if (named := _METER.fullmatch(label.lower())) is not None:
+        if (match := _METER.fullmatch(label.lower())) is not None:
             interval_ms = _read_attribute(path, "average_interval")
             average_s = int(interval_ms) / 1e3 if interval_ms.isdecimal() else None
-            meters.setdefault((named["module"] is not None, int(named["socket"])), Meter(path, label, average_s))
+            meters.setdefault((match["module"] is not None, int(match["socket"])), Meter(path, label, average_s))
     sockets = [meter for (is_module, _), meter in meters.items() if not is_module]
     return sockets, len(sockets) < len(meters)
 

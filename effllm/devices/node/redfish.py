@@ -272,7 +272,7 @@ def _best_source(service: Service, chassis: Document, why_not: list[str]) -> Sou
     return None
 
 
-def _possible_sources(service: Service, chassis: Document) -> Iterator[Source]:
+def _possible_sources(service: Service, chassis: Document) -> Iterator[Source]:  # the best first
     subsystem = service.get(_linked_path(chassis, "PowerSubsystem")) or {}
     links = _member_paths(service, _linked_path(subsystem, "PowerSupplies"))[:MAX_SUPPLIES]
     if links:
