@@ -215,7 +215,7 @@ class Sampler:
         self._read_device(reader)
         os.eventfd_write(self._wake_descriptor, 1)
         interval_start_s = time.monotonic() + self._interval_s  # of the interval of the next full reading
-        full_ns = int(interval_start_s / NS)
+        full_ns = int(interval_start_s / NS)  # time of the next full reading
         power_ns = self._next_power_ns(device)
         while not self._is_stopped:
             now_ns = self._sleep_until(min(full_ns, power_ns))
@@ -273,7 +273,7 @@ class Sampler:
             return self._read_if_due(reader, now_ns, is_full_due) or self._read_device(reader, energy_only=True)
 
         def wait(until_s: float) -> None:
-            """Wait, and answer requests."""
+            """Wait until a time, and take the readings that are requested meanwhile."""
             while (now_ns := self._sleep_until(int(until_s / NS))) * NS < until_s - 1e-6:
                 self._read_if_due(reader, now_ns, is_full_due=False)
 

@@ -114,8 +114,8 @@ class AmdReader:
         if is_second_die(self._smi, processor):
             self._fields_by_group[calls.read_energy] = self._fields_by_group[calls.read_power] = ()
             first = first_die(self._smi, processor, processors)
-            where = f"the first die, {first.key(self._host)}," if first else "the first die, not visible here,"
-            missing = f"energy: this is the second die of its card; {where} reports the energy of both dies"
+            first_text = f"the first die, {first.key(self._host)}," if first else "the first die, not visible here,"
+            missing = f"energy: this is the second die of its card; {first_text} reports the energy of both dies"
             return _EnergySource(None, missing=missing, key=first.key(self._host) if first else "")
         source = self._counter_or_power()
         if processor.is_one_of_two_dies and source.method:
@@ -146,8 +146,8 @@ class AmdReader:
             before_s = self._clock()
             answer = calls.try_call(self._smi, "amdsmi_get_energy_count", self._handle)
             time_s = (before_s + self._clock()) / 2
-            with_power = calls.read_or_empty(self._smi, calls.read_power, self._handle)
-            power_w = with_power.get("power_w", with_power.get("power_average_w"))
+            powers = calls.read_or_empty(self._smi, calls.read_power, self._handle)
+            power_w = powers.get("power_w", powers.get("power_average_w"))
             readings.append(CounterReading(time_s, calls.joules_of(answer), power_w))
         return readings
 
