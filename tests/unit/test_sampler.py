@@ -197,8 +197,8 @@ def test_edge_is_read_in_full_only_if_full_readings_have_time(start, wake):
     assert sampler.slow_interval_s >= 14.0, "20 ms are 0.1 % of 20 s; on a busy machine a reading takes longer"
 
 
-@pytest.mark.parametrize(("within_s", "expected"), [(0.0, [0]), (0.04, [0]), (0.1, [0, 15, 16, 17]), (1.0, range(18))])
-def test_too_frequent_requests_are_skipped(start, wake, monkeypatch, within_s, expected):
+@pytest.mark.parametrize(("since_s", "expected"), [(0.0, [0]), (0.04, [0]), (0.1, [0, 15, 16, 17]), (1.0, range(18))])
+def test_too_frequent_requests_are_skipped(start, wake, monkeypatch, since_s, expected):
     # The limit is 0.5 % of a core, which is 4 wake-ups of 110 us within 0.1 s, including the first and the last
     # wake-up.
     monkeypatch.setattr(sampler_module, "WAKE_S", 110e-6)
@@ -206,7 +206,7 @@ def test_too_frequent_requests_are_skipped(start, wake, monkeypatch, within_s, e
     woken(wake)
     sampler.driver.energy_s = 0.0
     requested_ns = [time.monotonic_ns() + 50_000_000 + i * 1_000_000 for i in range(18)]
-    sampler.request_samples(requested_ns, within_s=within_s)
+    sampler.request_samples(requested_ns, since_s=since_s)
     woken(wake)
 
     found = [sample.time_ns for sample in sampler.take_samples()[1:]]
