@@ -21,7 +21,7 @@ from effllm.job.verdict import verdict_of
 from effllm.records.clock import Now
 from effllm.records.host_lines import RecordedStacks
 from effllm.records.job import SCHEMA_VERSION, Summary
-from effllm.records.rank import MAX_EVENT_COUNT, Event, RankReport
+from effllm.records.rank import MAX_EVENT_COUNT, Event
 from effllm.records.wire import AgentEvent, Bye, Heartbeat, Hello, HostSamples, Reports, Stack
 
 MAX_RECORDINGS = 16  # maximum number of recordings of stacks that wait for the run folder
@@ -34,15 +34,16 @@ class Statements:
     def __init__(self, ledger: Ledger, record: Callable[[Event], None]) -> None:
         self._ledger, self._record = ledger, record
 
-    def accept_report(self, rank: int, state: RankState, row: RankReport, time_s: float) -> bool:
-        """Add the time of a report, or reject it (``False``) if the rank's reports then cover more than has passed."""
-        covered_s = state.covered_s + max(row.wall_s, row.busy_s + row.wait_s)
-        if covered_s > (self._ledger.goodput.clock.at_s or 0.0) + MAX_BEFORE_S:
-            state.reject_report(row.sequence)
-            self._count_implausible(rank, state, f"reports of {covered_s:,.0f} s", time_s)
-            return False
-        state.covered_s = covered_s
-        return True
+    @property
+    def max_covered_s(self) -> float:
+        """Time that the reports of a rank can cover so far."""
+        return (self._ledger.goodput.clock.at_s or 0.0) + MAX_BEFORE_S
+
+    def reject_report(self, rank: int, sequence: int, covered_s: float, time_s: float) -> None:
+        """Reject a report with which the reports of its rank would cover ``covered_s``, more than `max_covered_s`."""
+        state = self._ledger.ranks[rank]
+        state.reject_report(sequence)
+        self._count_implausible(rank, state, f"reports of {covered_s:,.0f} s", time_s)
 
     def note_dropped(self, rank: int, state: RankState, total_lost: int, max_made: int, time_s: float) -> None:
         """Record how many reports an agent has dropped so far; it has made ``max_made`` reports at most."""
@@ -129,7 +130,7 @@ class Aggregator:
         """
         # This method is called up to ten thousand times a second.
         rows, now_s, open_windows, states = message.rows, now.mono_s, self.open_windows, self.ledger.ranks
-        row_bytes, has_room = num_bytes // (len(rows) or 1), True
+        row_bytes, has_room, max_covered_s = num_bytes // (len(rows) or 1), True, self._statements.max_covered_s
         for row in rows:
             rank, sequence = row.rank, row.sequence
             state = states.get(rank)
@@ -144,11 +145,14 @@ class Aggregator:
             if sequence <= state.last_sequence:
                 self.duplicates += 1
                 continue
+            covered_s = state.covered_s + max(row.wall_s, row.busy_s + row.wait_s)
+            if covered_s > max_covered_s:
+                self._statements.reject_report(rank, sequence, covered_s, now.unix_s)
+                continue
             if not open_windows.reserve_room(rank, row_bytes):
                 has_room = False
                 break
-            if not self._statements.accept_report(rank, state, row, now.unix_s):
-                continue
+            state.covered_s = covered_s
             state.record_report(sequence, row.final)
             if state.gaps > state.lost:
                 why = "an aggregator died before it wrote them"

@@ -359,6 +359,15 @@ def test_impossible_statements_of_a_rank_change_no_total():
     assert summary.events["implausible"] == 7
 
 
+def test_rejected_reports_take_no_room_of_the_later_ones():
+    job = Job(2, history_size=4).join()
+    for sequence in range(1, 7):
+        assert job.send(row(1, sequence, wall_s=365 * 86_400.0))
+    assert job.send(row(1, 7), row(1, 8))
+
+    assert not job.send(row(1, 9), row(1, 10), row(1, 11)), "4 reports of open windows are the limit"
+
+
 def test_rank_of_another_job_is_rejected_with_the_reason():
     job = Job().join(0)
 
