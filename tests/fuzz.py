@@ -167,7 +167,7 @@ def _read_ring(reader: RingReader) -> None:
     cutter = WindowCutter(agent="a", rank=0, log_interval=10, offset=0, origin_ns=0, unix_minus_monotonic_s=0.0)
     for _ in range(3):
         for slot in reader.read_new():
-            assert slot.kind in ring._WHAT
+            assert slot.kind in ring._WHAT_RANGES
             assert min(slot.ordinal, slot.step_ns, slot.generation_ns, *slot.phases_ns, *slot.counts) >= 0
             cutter.add_record(slot)
         reader.skip_torn()
