@@ -40,6 +40,7 @@ def median_watts_per_gpu(totals: ClusterTotals) -> float | None:
 
 
 def _error_of_peak(totals: ClusterTotals, value: float) -> Error | None:
+    """Return the error of a peak, which is a power reading, or else the mean power of the counters."""
     return gain_error(totals, value) if value == totals.devices.power_peak_w else energy_error(totals, value)
 
 
@@ -125,7 +126,8 @@ def tokens_per_joule(totals: ClusterTotals) -> float | None:
 
 
 def _error_above_baseline(totals: ClusterTotals, value: float) -> Error | None:
-    error = energy_error(totals, value)  # the baseline has the same gain error, but no random error
+    """Return the random error of the whole energy, because the baseline adds nothing to it, and the gain error."""
+    error = energy_error(totals, value)
     return None if error is None else (totals.energy.error_j, error[1])
 
 

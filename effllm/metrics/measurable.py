@@ -32,10 +32,10 @@ FROM_SETTINGS: dict[str, tuple[str, str]] = {
 
 
 class InputSource(Struct, frozen=True):
-    """The source of a quantity on this machine, or the reason and the remedy for a missing quantity."""
+    """The source of an input of metrics on this machine, or the reason and the remedy if it is missing."""
 
-    by: str = ""
-    why_not: str = ""
+    by: str = ""  # the source as text; "" if it is not shown
+    why_not: str = ""  # "" if there is a source
 
 
 class Measurable(Struct, frozen=True):
@@ -53,8 +53,8 @@ class Measurable(Struct, frozen=True):
 class DependentTag(NamedTuple):
     """A tag whose value depends on an input."""
 
-    need: str
-    base: str
+    need: str  # the input
+    base: str  # the totals from which the value is computed: run, window or job
     needs_energy: bool  # whether the value also depends on energy
 
 

@@ -24,6 +24,7 @@ UNITS = msgspec.toml.decode(Path(__file__).with_name("units.toml").read_bytes(),
 
 
 def unit_of(entry: Metric) -> Unit:
+    """Return the unit of a metric; a unit that is not in the table is a word, which UCUM writes in braces."""
     return UNITS.get(entry.unit, Unit(f"{{{entry.unit}}}"))
 
 
@@ -62,6 +63,6 @@ def chart_tag(tag: str) -> str:
 
 
 def has_chart(tag: str) -> bool:
-    """Whether a tag is charted: of a metric, only its first base, or the run for the contract; every other tag is."""
+    """Whether a tag has a chart: of a metric, only the tag of its first base, or of the run if it has no group."""
     entry = metric_of_tag(tag)
     return entry is None or (entry.chart and tag == entry.tag(entry.bases[0] if entry.group else "run"))

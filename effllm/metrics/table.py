@@ -49,14 +49,10 @@ class Metric:
 
     @property
     def summary_bases(self) -> tuple[str, ...]:
-        """The bases in a summary; for a metric with a group, the base window is replaced by the run to date."""
-        return tuple(
-            dict.fromkeys(
-                "run" if self.group and base == "window" else base
-                for base in self.bases
-                if self.group or base != "window"
-            )
-        )
+        """The bases without the window, which a summary does not have; a metric with a group has the run instead."""
+        if self.group:
+            return tuple(dict.fromkeys("run" if base == "window" else base for base in self.bases))
+        return tuple(base for base in self.bases if base != "window")
 
 
 METRICS: dict[str, Metric] = {}
@@ -75,7 +71,7 @@ def metric(
 ) -> Callable[[Formula], Formula]:
     """Add a formula to the table that all sinks use.
 
-    Without an ``error``, a metric that needs energy is proportional to it, and other metrics have no stated error.
+    Without an ``error``, a metric that needs energy has the relative error of the energy, and others have no error.
     A metric with a ``group`` has the tag ``group/name`` for the first of its bases, and ``base_group/name`` for others.
 
     Raises:
@@ -148,28 +144,28 @@ def counted_quotient(count: float, denominator: float) -> float | None:
 
 def window_values(run: ClusterTotals, window: ClusterTotals, job: ClusterTotals) -> dict[str, float]:
     """Return the measured values of a window, for each metric and base: tag -> value."""
-    bases = {"run": run, "window": window, "job": job}
-    shown = [(entry, base) for entry in METRICS.values() if entry.in_windows for base in entry.bases]
-    values = {entry.tag(base): entry.formula(bases[base]) for entry, base in shown}
+    totals = {"run": run, "window": window, "job": job}
+    evaluated = [(entry, base) for entry in METRICS.values() if entry.in_windows for base in entry.bases]
+    values = {entry.tag(base): entry.formula(totals[base]) for entry, base in evaluated}
     return {tag: value for tag, value in values.items() if value is not None}
 
 
 def summary_values(run: ClusterTotals, job: ClusterTotals) -> dict[str, float]:
     """Return the measured values of a summary: tag -> value."""
-    bases = {"run": run, "job": job}
-    shown = [(entry, base) for entry in METRICS.values() for base in entry.summary_bases]
-    values = {entry.tag(base): entry.formula(bases[base]) for entry, base in shown}
+    totals = {"run": run, "job": job}
+    evaluated = [(entry, base) for entry in METRICS.values() for base in entry.summary_bases]
+    values = {entry.tag(base): entry.formula(totals[base]) for entry, base in evaluated}
     return {tag: value for tag, value in values.items() if value is not None}
 
 
 def errors(run: ClusterTotals, job: ClusterTotals) -> dict[str, Error]:
     """Return the errors of a summary's values: tag -> (random, systematic), half-widths of 95 % intervals."""
-    bases = {"run": run, "job": job}
+    totals = {"run": run, "job": job}
     by_tag = {}
     for entry in METRICS.values():
         for base in entry.summary_bases:
-            value = entry.formula(bases[base])
-            error = None if value is None else entry.error(bases[base], value)
+            value = entry.formula(totals[base])
+            error = None if value is None else entry.error(totals[base], value)
             if error is not None:
                 by_tag[entry.tag(base)] = error
     return by_tag
@@ -184,14 +180,14 @@ def energy_error(totals: ClusterTotals, value: float) -> Error | None:
 
 
 def gain_error(totals: ClusterTotals, value: float) -> Error | None:
-    """Return the error of a power reading, which has the gain error of the same sensor's energy."""
+    """Return the error of a power reading: no random error, and the relative gain error of the sensor's energy."""
     gain_j, joules = totals.energy.gain_j, totals.energy.joules
     return (0.0, abs(value) * gain_j / joules) if gain_j and joules else None
 
 
-def error_of_mean(error: float | None) -> Error | None:
+def error_of_mean(random_error: float | None) -> Error | None:
     """Return the error of a mean of samples, which has no systematic part."""
-    return None if error is None else (error, 0.0)
+    return None if random_error is None else (random_error, 0.0)
 
 
 def no_error(*_: object) -> None:

@@ -113,9 +113,9 @@ def share_of_peak(totals: ClusterTotals, flops_per_token: float | None) -> float
 
 
 def _part_of_al(totals: ClusterTotals, share: float | None) -> float | None:
-    al_s = al_seconds(totals)
+    al_s = al_seconds(totals)  # average latency: the mean step time
     return None if al_s is None or share is None else share * al_s
 
 
 def _none_above_1(share: float | None) -> float | None:
-    return share if share is not None and share <= 1.0 else None
+    return share if share is not None and share <= 1.0 else None  # above 1, the peak or the FLOPs per token is wrong
