@@ -52,7 +52,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def _options_or_status(arguments: Sequence[str]) -> argparse.Namespace | int:
-    """Return the options, or the exit status of wrong use; the help is in the module `app`."""
+    """Return the options, or the exit status of wrong use; `effllm.commands.app` has the help."""
     parser = _Parser(prog="effllm top", add_help=False, allow_abbrev=False)
     parser.add_argument("run", nargs="?", default="")
     parser.add_argument("--endpoint", default="")
@@ -79,7 +79,7 @@ def _folder_of_runs(run: str) -> Path | None:
     if not run or not path.exists():
         return None
     if path.is_dir():
-        return None if any(runs_below(str(path), 0)) else path
+        return None if any(runs_below(str(path), 0)) else path  # a run folder is one run
     return path if path.suffix == ".jsonl" and not LINE_FILES.fullmatch(path.name) else None
 
 

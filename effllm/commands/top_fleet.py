@@ -24,7 +24,7 @@ from effllm.records.plain_text import one_line
 from effllm.views.text.numbers import duration, readable, scaled
 from effllm.views.top.text import BAD, BOLD, DIM, GOOD, PLAIN, REVERSE, WARNING, Line, clipped, fit, plain
 
-READ_EVERY_S, READ_FOR_S = 5.0, 0.1  # period of reading, and the longest time of a reading before a frame
+READ_EVERY_S, MAX_READ_S = 5.0, 0.1  # period of reading, and the longest time of a reading before a frame
 NO_UPDATE_S, ENDED_AFTER_S = 150.0, 3600.0  # a summary is written every minute; a job without one for an hour has ended
 DOCUMENT_VERSION = 1
 _TAG_OF_FIELD = {
@@ -33,7 +33,6 @@ _TAG_OF_FIELD = {
     "busy_ratio": "pcu_ratio",
 }
 
-
 #: States, the worst first.
 STATES = ("stalled", "no update", "running", "starting")
 _STYLES = {"stalled": BAD, "no update": WARNING, "running": GOOD}
@@ -41,7 +40,7 @@ KEYS = "enter opens the job, and q comes back  up down  q quit"
 #: Columns: name, width, and width from which on the screen has them.
 _COLUMNS = (("user", 9, 70), ("partition", 9, 110), ("GPUs", 6, 0), ("lost", 6, 0), ("tok/s/GPU", 9, 0),
             ("MFU", 6, 0), ("busy", 5, 100), ("time", 9, 120))  # fmt: skip
-_STATE_WIDTH, _MIN_NAME_WIDTH, _MAX_NAME_WIDTH = 9, 10, 28
+_STATE_WIDTH, _MIN_NAME_WIDTH, _MAX_NAME_WIDTH, _MIN_VERDICT_WIDTH = 9, 10, 28, 29
 
 
 class JobLine(NamedTuple):
@@ -78,35 +77,34 @@ class Fleet:
         self._lines: dict[Path, tuple[str, JobLine | None]] = {}  # by run folder: state of its files, and its line
         self.frame = FleetFrame()
 
-    def refresh(self, for_s: float, now_s: float) -> bool:
+    def refresh(self, max_s: float, now_s: float) -> bool:
         """Read what has changed, for a limited time; return whether everything was read. ``now_s`` is the unix time."""
-        until_s = time.monotonic() + for_s
-        lines, _ = ledger_runs(self._path)
+        deadline_s = time.monotonic() + max_s
+        ledger, _ = ledger_runs(self._path)  # the runs in ledger files
         try:
-            runs = [(run.folder, run.state) for run in find_runs(self._path)]
+            files = {run.folder: run.state for run in find_runs(self._path)}  # state of its files, by run folder
         except UnreadableRun:
-            if not lines:
+            if not ledger:
                 raise
-            runs = []
-        folders = {folder for folder, _ in runs}
-        of_ledger = {Path(run.folder): run for run in lines if run.folder and run.status == "running"}
-        by_folder: dict[Path, tuple[str, JobLine | None]] = {}
+            files = {}
+        running = {Path(run.folder): run for run in ledger if run.folder and run.status == "running"}
+        files |= {folder: "" for folder in running if folder not in files}  # only the ledger has these runs
+        lines: dict[Path, tuple[str, JobLine | None]] = {}
         is_all_read = True
-        for folder, state in (*runs, *((folder, "") for folder in of_ledger if folder not in folders)):
-            known = self._lines.get(folder)
-            if known is not None and state and known[0] == state:
-                by_folder[folder] = known
-            elif time.monotonic() > until_s:
+        for folder, state in files.items():
+            old_line = self._lines.get(folder)
+            if old_line is not None and state and old_line[0] == state:
+                lines[folder] = old_line
+            elif time.monotonic() > deadline_s:
                 is_all_read = False
                 break
             else:
-                by_folder[folder] = state, _line_of_folder(folder) or _line_of_ledger(folder, of_ledger.get(folder))
-        self._lines = by_folder
-        jobs = [line for _, job in by_folder.values() if job is not None and (line := _aged(job, now_s)) is not None]
-        count = len(runs) + len(of_ledger.keys() - folders)
-        note = "" if is_all_read else f"{len(by_folder):,} of {count:,} runs are read"
+                lines[folder] = state, _line_of_folder(folder) or _line_of_ledger(folder, running.get(folder))
+        self._lines = lines
+        jobs = [aged for _, job in lines.values() if job is not None and (aged := _aged(job, now_s)) is not None]
+        note = "" if is_all_read else f"{len(lines):,} of {len(files):,} runs are read"
         jobs.sort(key=lambda job: (STATES.index(job.state), -job.lost_gpus, job.name))
-        self.frame = FleetFrame(jobs, count, note)
+        self.frame = FleetFrame(jobs, len(files), note)
         return is_all_read
 
 
@@ -122,7 +120,7 @@ def _line_of_folder(folder: Path) -> JobLine | None:
         return None
     gpus = summary.coverage.gpus_expected
     loss = summary.waterfall
-    share = loss.avoidable_seconds / loss.device_seconds if loss is not None and loss.device_seconds else 0.0
+    lost_share = loss.avoidable_seconds / loss.device_seconds if loss is not None and loss.device_seconds else 0.0
     values = {name: value.value if (value := summary.metrics.get(tag)) else None for name, tag in _TAG_OF_FIELD.items()}
     return JobLine(
         name=one_line(summary.run_id or folder.name),
@@ -133,7 +131,7 @@ def _line_of_folder(folder: Path) -> JobLine | None:
         gpus=gpus or None,
         elapsed_s=summary.elapsed_s,
         verdict=one_line(summary.verdict.text) if summary.verdict is not None else "",
-        lost_gpus=share * (gpus or 0),
+        lost_gpus=lost_share * (gpus or 0),
         updated_time_s=summary.updated_time_s,
         **values,
     )
@@ -183,20 +181,20 @@ def fleet_lines(frame: FleetFrame, width: int, height: int, selected: int = 0) -
     text = f"{len(frame.jobs):,} running jobs with {gpus:,} GPUs of {frame.num_runs:,} runs"
     losses = f"  avoidable losses: the time of {readable(lost)} GPUs" if lost else ""
     lines: list[Line] = [[(text, BOLD), (losses, WARNING)]]
-    columns = [(name, cells) for name, cells, at_least in _COLUMNS if width >= at_least]
+    columns = [(column, cells) for column, cells, min_width in _COLUMNS if width >= min_width]  # names and widths
     used = _STATE_WIDTH + 1 + sum(cells + 1 for _, cells in columns)
-    name_width = min(max(width - used - 30, _MIN_NAME_WIDTH), _MAX_NAME_WIDTH)
+    name_width = min(max(width - used - 1 - _MIN_VERDICT_WIDTH, _MIN_NAME_WIDTH), _MAX_NAME_WIDTH)
     head = f"{fit('run, most lost first', name_width)} {fit('state', _STATE_WIDTH)} "
-    head += "".join(fit(text, cells, right=True) + " " for text, cells in columns) + " verdict"
+    head += "".join(fit(column, cells, right=True) + " " for column, cells in columns) + " verdict"
     lines.append([(head, DIM)])
-    room = max(height - len(lines) - 1 - bool(frame.note), 1)
-    first = max(min(selected - room // 2, len(frame.jobs) - room), 0)
-    for at, job in enumerate(frame.jobs[first : first + room], first):
+    num_shown = max(height - len(lines) - 1 - bool(frame.note), 1)
+    first = max(min(selected - num_shown // 2, len(frame.jobs) - num_shown), 0)
+    for index, job in enumerate(frame.jobs[first : first + num_shown], first):
         numbers = "".join(fit(_cell_text(job, column), cells, right=True) + " " for column, cells in columns)
-        # Many names begin with the same date, so the end of a long one is shown.
-        end = job.name if len(job.name) <= name_width else f"…{job.name[1 - name_width :]}"
-        name, state = fit(end, name_width), fit(job.state, _STATE_WIDTH)
-        if at == selected:
+        # Many names begin with the same date, so the end of a long name is shown.
+        name_end = job.name if len(job.name) <= name_width else f"…{job.name[1 - name_width :]}"
+        name, state = fit(name_end, name_width), fit(job.state, _STATE_WIDTH)
+        if index == selected:
             lines.append([(fit(f"{name} {state} {numbers} {job.verdict}", width), REVERSE)])
             continue
         parts = (f"{name} ", PLAIN), (state, _STYLES.get(job.state, PLAIN)), (f" {numbers} ", PLAIN)
@@ -221,8 +219,8 @@ def _cell_text(job: JobLine, column: str) -> str:
         "busy": (job.busy_ratio, "{:.0%}".format),
         "time": (job.elapsed_s, duration),
     }
-    value, text = cells[column]
-    return "-" if value is None else text(value)
+    value, text_of = cells[column]
+    return "-" if value is None else text_of(value)
 
 
 def print_once(fleet: Fleet, width: int, *, as_json: bool) -> int:
@@ -233,7 +231,7 @@ def print_once(fleet: Fleet, width: int, *, as_json: bool) -> int:
         jobs = [job._asdict() for job in frame.jobs]
         print(json.dumps({"schema_version": DOCUMENT_VERSION, "runs": frame.num_runs, "jobs": jobs}))
     else:
-        lines = fleet_lines(frame, width, len(frame.jobs) + 4, selected=-1)[:-1]
+        lines = fleet_lines(frame, width, len(frame.jobs) + 4, selected=-1)[:-1]  # without the line of keys
         sys.stdout.write(plain(line for line in lines if line))
     return 1 if any(job.state in ("stalled", "no update") for job in frame.jobs) else 0
 
@@ -241,37 +239,38 @@ def print_once(fleet: Fleet, width: int, *, as_json: bool) -> int:
 def show(fleet: Fleet) -> int:
     """Show the jobs, and each job that the user opens, until the user quits; return the exit status."""
     locale.setlocale(locale.LC_ALL, "")
-    fleet.refresh(READ_FOR_S, time.time())
-    selected = ""
-    while (chosen := _choose_job(fleet, selected)) is not None:
-        selected = chosen.folder
-        top_terminal.show(FolderSource(Path(selected)), one_line(selected))  # q and Ctrl-C come back to the list
+    fleet.refresh(MAX_READ_S, time.time())
+    folder = ""
+    while (chosen := _choose_job(fleet, folder)) is not None:
+        folder = chosen.folder
+        top_terminal.show(FolderSource(Path(folder)), one_line(folder))  # q and Ctrl-C come back to the list
     return 0
 
 
-def _choose_job(fleet: Fleet, selected: str) -> JobLine | None:
-    """Show the jobs until one is chosen; ``None``: the user quits."""
-    read, write = wake_pipe()
+def _choose_job(fleet: Fleet, folder: str) -> JobLine | None:
+    """Show the jobs, at first with the job of a folder selected, until one is chosen; ``None``: the user quits."""
+    wake_read, wake_write = wake_pipe()
     is_over = threading.Event()
     # A slow disk must not delay a key.
-    threading.Thread(target=_refresh_until_over, args=(fleet, is_over, lambda: wake(write)), daemon=True).start()
-    at = next((at for at, job in enumerate(fleet.frame.jobs) if job.folder == selected), 0)
+    threading.Thread(target=_refresh_until_over, args=(fleet, is_over, lambda: wake(wake_write)), daemon=True).start()
+    selected = next((index for index, job in enumerate(fleet.frame.jobs) if job.folder == folder), 0)
     try:
-        with screen(write) as canvas:
+        with screen(wake_write) as canvas:
             while True:
                 jobs, (width, height) = fleet.frame.jobs, canvas.size
-                at = min(max(at, 0), max(len(jobs) - 1, 0))
-                canvas.draw(fleet_lines(fleet.frame, width, height, at))
-                keys = canvas.wait_for_keys(read, TICK_S)
+                selected = min(max(selected, 0), max(len(jobs) - 1, 0))
+                canvas.draw(fleet_lines(fleet.frame, width, height, selected))
+                keys = canvas.wait_for_keys(wake_read, TICK_S)
                 if keys is None:
                     return None
                 for key in keys:
                     if key in ("q", "ctrl-c", "esc"):
                         return None
                     if key == "enter" and jobs:
-                        return jobs[at]
-                    at += {"up": -1, "k": -1, "down": 1, "j": 1, "pgup": 4 - height, "pgdn": height - 4}.get(key, 0)
-                    at = {"home": 0, "end": len(jobs) - 1}.get(key, at)
+                        return jobs[selected]
+                    page = height - 4
+                    selected += {"up": -1, "k": -1, "down": 1, "j": 1, "pgup": -page, "pgdn": page}.get(key, 0)
+                    selected = {"home": 0, "end": len(jobs) - 1}.get(key, selected)
     except KeyboardInterrupt:
         return None
     finally:
@@ -280,6 +279,6 @@ def _choose_job(fleet: Fleet, selected: str) -> JobLine | None:
 
 def _refresh_until_over(fleet: Fleet, is_over: threading.Event, wake_screen: Callable[[], None]) -> None:
     while not is_over.is_set():
-        is_all_read = fleet.refresh(READ_FOR_S, time.time())
+        is_all_read = fleet.refresh(MAX_READ_S, time.time())
         wake_screen()
         is_over.wait(READ_EVERY_S if is_all_read else 0.01)

@@ -56,6 +56,7 @@ _DECODERS = {form: msgspec.json.Decoder(form) for form in _FORMS}
 
 
 def _decoded(form: type[Struct], line: bytes) -> Any:
+    """Return the record in a line of JSON; ``None`` for an invalid line."""
     try:
         return _DECODERS[form].decode(line)
     except DECODE_ERRORS:
@@ -66,22 +67,23 @@ class _Document:
     """A JSON document that is replaced as a whole."""
 
     def __init__(self, path: Path, form: type[Struct]) -> None:
-        self._path, self._decoder, self._file_state = path, msgspec.json.Decoder(form), (0, 0, 0)
-        self.content: Any = None
-        self.changed_s = 0.0
+        self._path, self._decoder = path, msgspec.json.Decoder(form)
+        self._file_state = (0, 0, 0)  # inode, size and time of the version that was read
+        self.content: Any = None  # the newest valid version
+        self.changed_s = 0.0  # unix time of the file
         self.error = ""
 
     def refresh(self) -> bool:
         """Read the document if it was replaced; return whether it was. `error` is the reason of an invalid document."""
         try:
-            about = self._path.stat()
+            status = self._path.stat()
         except FileNotFoundError:
             return False
-        state = about.st_ino, about.st_size, about.st_mtime_ns
+        state = status.st_ino, status.st_size, status.st_mtime_ns
         if state == self._file_state:
             return False
         content = read_regular(self._path)
-        self._file_state, self.changed_s = state, about.st_mtime
+        self._file_state, self.changed_s = state, status.st_mtime
         try:
             record: Any = self._decoder.decode(content)
         except DECODE_ERRORS as error:
@@ -94,6 +96,8 @@ class _Document:
 
 
 class _RunFiles:
+    """The files of a run folder: documents, and lines of windows, ranks and events."""
+
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.summary = _Document(folder / "summary.json", Summary)
@@ -107,35 +111,35 @@ class _RunFiles:
 
 
 class OwnTimes:
-    """Reads the times of new lines in the files of the ranks."""
+    """The time that each rank itself needed per iteration (not waiting for others), from ranks-*.jsonl."""
 
     def __init__(self, files: LineFiles) -> None:
         self._files = files
-        self._next: Position | None = None
-        self._windows: dict[tuple[int, int], dict[int, float]] = {}
+        self._read_until: Position | None = None
+        self._times_s: dict[tuple[int, int], dict[int, float]] = {}  # by (attempt, window), then by rank
 
     def refresh(self) -> bool:
         """Read new lines, at first the newest ones; return whether there are any."""
-        files, next_ = self._files, self._next
-        lines = files.lines_before(END, MAX_LINES) if next_ is None else files.lines_after(next_, MAX_LINES)
+        files, start = self._files, self._read_until
+        lines = files.lines_before(END, MAX_LINES) if start is None else files.lines_after(start, MAX_LINES)
         for _, line in lines:
             row: RankRow | None = _decoded(RankRow, line)
             if row is None:
                 continue
-            count, seconds = row.own_steps, row.own_step_s
-            if count <= 0:  # without own times, the whole step is counted
+            count, seconds = row.own_steps, row.own_step_s  # number of steps, and the sum of their own times
+            if count <= 0:  # without own times, the whole steps are counted
                 count, seconds = row.iteration_last - row.iteration_first + 1, row.busy_s
             if count > 0 and seconds > 0:
-                self._windows.setdefault((row.attempt, row.window), {})[row.rank] = seconds / count
+                self._times_s.setdefault((row.attempt, row.window), {})[row.rank] = seconds / count
         if lines:
-            self._next = end_of(lines)
-            for key in sorted(self._windows)[:-MAX_WINDOWS]:
-                del self._windows[key]
+            self._read_until = end_of(lines)
+            for key in sorted(self._times_s)[:-MAX_WINDOWS]:
+                del self._times_s[key]
         return bool(lines)
 
     def times_until(self, attempt: int, window: int) -> RankTimes:
         """Return the times of the windows up to one, the oldest first."""
-        return [self._windows[key] for key in sorted(self._windows) if key <= (attempt, window)]
+        return [self._times_s[key] for key in sorted(self._times_s) if key <= (attempt, window)]
 
 
 class FolderSource:
@@ -145,11 +149,11 @@ class FolderSource:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._found_files: _RunFiles | None = None
-        self._history, self._events_end = EventHistory(), START
+        self._opened_files: _RunFiles | None = None  # None until the first read
+        self._history, self._events_end = EventHistory(), START  # events, and the end of the lines that were read
         self._position: Position | None = None  # None: the newest window
         self._tail: list[WindowReport | None] = []  # the windows up to the position; None: an invalid line
-        self._tail_end = START
+        self._tail_end = START  # the end of the lines of these windows
         self._host_of_rank: dict[int, str] = {}
         self._limits_of_rank: dict[int, Limits] = {}
         self.has_more = False  # whether events of the file are still to be read
@@ -158,15 +162,16 @@ class FolderSource:
 
     @property
     def _files(self) -> _RunFiles:
-        if self._found_files is None:
-            runs = [run.folder for run in find_runs(self._path)]
-            self._found_files = _RunFiles(max(runs, key=started_s))
-            self._times = OwnTimes(self._found_files.ranks)
-        return self._found_files
+        """The files of the run; of a folder of runs, those of the run that was the last to start at the first read."""
+        if self._opened_files is None:
+            folders = [run.folder for run in find_runs(self._path)]
+            self._opened_files = _RunFiles(max(folders, key=started_s))
+            self._times = OwnTimes(self._opened_files.ranks)
+        return self._opened_files
 
     def refresh(self) -> bool:
         """Read what is new in the folder; return whether something is."""
-        # run.json of a large job has megabytes, and is not needed for the first frame: see `refresh_hosts`.
+        # All four are read. run.json has megabytes, and is not needed for the first frame: see `refresh_hosts`.
         files = self._files
         is_new = any([files.windows.refresh(), files.summary.refresh(), self._read_events(), files.ranks.refresh()])
         if is_new:
@@ -179,9 +184,9 @@ class FolderSource:
         if not self._files.facts.refresh() or self._files.facts.content is None:
             return is_new
         ranks = self._files.facts.content.ranks.items()
-        by_rank = {int(rank): about for rank, about in ranks if rank.isdecimal() and len(rank) < 10}
-        self._host_of_rank = {rank: sys.intern(about.host) for rank, about in by_rank.items()}
-        self._limits_of_rank = {rank: about.devices[0] for rank, about in by_rank.items() if about.devices}
+        by_rank = {int(rank): facts for rank, facts in ranks if rank.isdecimal() and len(rank) < 10}
+        self._host_of_rank = {rank: sys.intern(facts.host) for rank, facts in by_rank.items()}
+        self._limits_of_rank = {rank: facts.devices[0] for rank, facts in by_rank.items() if facts.devices}
         return True
 
     def _read_events(self) -> bool:
@@ -221,20 +226,20 @@ class FolderSource:
             self._position = lines[0][0] if lines else here
         elif self._position is not None:
             lines = self._files.windows.lines_after(here, int(amount) + 1)
-            self._position = lines[-1][0] if len(lines) > amount else None
+            self._position = lines[-1][0] if len(lines) > amount else None  # past the end: the newest
         self._tail = []
 
     def frame(self, now_s: float) -> TopFrame:
-        """Return the values at the position."""
+        """Return the values at the position; ``now_s`` is the unix time."""
         self._read_windows()
         latest, shown = _newest_reports(self._tail)
         summary: Summary | None = self._files.summary.content
-        until_s = math.inf if self._position is None or shown is None else shown.time_s
+        until_unix_s = math.inf if self._position is None or shown is None else shown.time_s
         # A part of the events would show ranks as lost that are back.
-        states = RankStates() if self.has_more else self._history.states(until_s)
+        states = RankStates() if self.has_more else self._history.states(until_unix_s)
         head = self._head(latest, shown, states, now_s)
         coverage = shown.coverage if shown is not None else None
-        count = coverage.ranks_expected if coverage is not None else len(self._host_of_rank)
+        num_ranks = coverage.ranks_expected if coverage is not None else len(self._host_of_rank)
         rows = self._rank_rows(shown) if shown is not None else []
         notes = [document.error for document in (self._files.summary, self._files.facts) if document.error]
         if self.has_more:
@@ -261,8 +266,8 @@ class FolderSource:
             problems=list(problems_of(head, states, coverage, shown.stragglers if shown is not None else ())),
             points=[point for point in self._tail if point is not None and is_point(point)],
             rank_times=self._times.times_until(shown.attempt, shown.window) if shown is not None else (),
-            ranks=rank_table(shown, rows, states, self._host_of_rank, count, self._limits_of_rank),
-            events=self._history.newest(until_s, MAX_EVENTS),
+            ranks=rank_table(shown, rows, states, self._host_of_rank, num_ranks, self._limits_of_rank),
+            events=self._history.newest(until_unix_s, MAX_EVENTS),
             notes=notes,
         )
 
@@ -278,24 +283,24 @@ class FolderSource:
         if not self._shows_whole_run:
             return values
         metrics = self._files.summary.content.metrics
-        tags = {entry.tag(entry.bases[0]): entry.tag(entry.summary_bases[0]) for entry in METRICS.values()}
-        tags["window/pcu_ratio"] = "pcu_ratio"
-        return values | {tag: metrics[of_run].value for tag, of_run in tags.items() if of_run in metrics}
+        run_tags = {entry.tag(entry.bases[0]): entry.tag(entry.summary_bases[0]) for entry in METRICS.values()}
+        run_tags["window/pcu_ratio"] = "pcu_ratio"
+        return values | {tag: metrics[run_tag].value for tag, run_tag in run_tags.items() if run_tag in metrics}
 
     def _head(self, latest: WindowReport | None, shown: WindowReport | None, states: RankStates, now_s: float) -> Head:
         summary: Summary | None = self._files.summary.content
         facts: Identity | None = summary or self._files.facts.content
         is_over = summary is not None and summary.is_over
         is_newest = self._position is None
-        changed_s = self._files.changed_s
-        age_s = None if is_over or not changed_s else max(now_s - changed_s, 0.0)
+        changed_unix_s = self._files.changed_s
+        age_s = None if is_over or not changed_unix_s else max(now_s - changed_unix_s, 0.0)
         if age_s is not None and self._num_changes > 1:  # the clock of the file server may differ from this host's
             age_s = min(age_s, time.monotonic() - self._last_change_s)
         status = status_of(summary.status if summary is not None else "running", is_over, states, age_s)
         if not is_newest:
             status = "stalled" if states.stall else "running"
-        started_s = facts.started_time_s if facts is not None else None
-        elapsed_s = shown.time_s - started_s if shown is not None and started_s is not None else None
+        start_unix_s = facts.started_time_s if facts is not None else None
+        elapsed_s = shown.time_s - start_unix_s if shown is not None and start_unix_s is not None else None
         if summary is not None and is_newest and (is_over or elapsed_s is None):
             elapsed_s = summary.elapsed_s
         return Head(
@@ -348,10 +353,10 @@ def _attempt_and_window(line: bytes) -> tuple[int, int]:
 
 
 def _newest_reports(windows: Sequence[WindowReport | None]) -> tuple[WindowReport | None, WindowReport | None]:
-    """Return the newest window, and the newest with iterations: the last line of a run is without iterations."""
+    """Return the newest window, and the newest with iterations, because the last window of a run may not have any."""
     latest: WindowReport | None = None
     for report in reversed(windows):
-        if report is None or report.correction:
+        if report is None or report.correction:  # an invalid line, or new totals of an older window
             continue
         latest = latest or report
         if report.iteration_last >= report.iteration_first:

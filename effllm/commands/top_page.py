@@ -42,7 +42,7 @@ class PageSource:
             raise UnreadableRun(str(error)) from error
         if self._token and scheme != "https" and address_of(self._url)[1] not in ("127.0.0.1", "localhost", "::1"):
             raise UnreadableRun("a token is sent to another host only over https")
-        self._samples: Mapping[str, Mapping[str, float]] = {}
+        self._samples: Mapping[str, Mapping[str, float]] = {}  # by name and text of the labels
         self._points: list[WindowReport] = []  # since the start of the command
 
     def refresh(self) -> bool:
@@ -94,7 +94,7 @@ class PageSource:
         )
 
     def _value(self, name: str) -> float | None:
-        """Return the value of a metric that has one; ``None`` if it is not served."""
+        """Return the value of a metric without labels; ``None`` if the page does not have it."""
         return next(iter(self._samples.get(_PREFIX + name, {}).values()), None)
 
     def _whole_number(self, name: str) -> int:
@@ -121,7 +121,7 @@ class PageSource:
                 reports_lost=self._whole_number("reports_lost_total"),
                 reports_late=self._whole_number("reports_late_total"),
             ),
-            straggler=None if rank is None or ratio is None else Straggler(int(rank), ratio, 1.0),
+            straggler=None if rank is None or ratio is None else Straggler(int(rank), ratio, 1.0),  # times in medians
             forecast={name: Foretold(value, *ends) for name, (value, *ends) in forecast.items() if value is not None},
             simulated=bool(self._value("simulated")),
         )
@@ -133,9 +133,9 @@ class PageSource:
             for labels, value in self._samples.get(_PREFIX + name, {}).items():
                 yield entry.tag(labels_of(labels).get("over", entry.bases[0])), value / factor
 
-    def _problems(self, head: Head, states: RankStates, seen: Coverage) -> Iterator[Problem]:
+    def _problems(self, head: Head, states: RankStates, coverage: Coverage) -> Iterator[Problem]:
         yield from problems_of(head, states, None, ())
-        if head.status == "running" and (missing := seen.ranks_expected - seen.ranks_reporting) > 0:
-            yield Problem("missing", f"no report of {missing:,} of {seen.ranks_expected:,} ranks in this window")
-        if named := int(dict(self._values_by_tag()).get("straggler/named_ranks", 0)):
-            yield Problem("straggler", count_text(named, "named straggler"))
+        if head.status == "running" and (missing := coverage.ranks_expected - coverage.ranks_reporting) > 0:
+            yield Problem("missing", f"no report of {missing:,} of {coverage.ranks_expected:,} ranks in this window")
+        if num_named := int(dict(self._values_by_tag()).get("straggler/named_ranks", 0)):
+            yield Problem("straggler", count_text(num_named, "named straggler"))

@@ -27,9 +27,8 @@ from effllm.views.top.screen import page_height, render
 from effllm.views.top.text import ASCII_BARS, BAD, BARS, BOLD, DIM, GOOD, PLAIN, REVERSE, WARNING, Line, clipped
 from effllm.views.top.view_state import QUIT, SPEEDS, Action, ShownPane, TopView, after_key
 
-#: After this time without an answer, the screen reports a slow source.
-SLOW_S = 2.0
-TICK_S = 1.0
+SLOW_S = 2.0  # after this time without an answer, the screen reports a slow source
+TICK_S = 1.0  # the longest wait for a key before the screen is drawn again
 STOPPED = 130
 _SIGNALS = (signal.SIGTERM, signal.SIGHUP)
 _KEYS = {
@@ -88,7 +87,7 @@ def wake_pipe() -> tuple[int, int]:
 def wake(descriptor: int) -> None:
     """Write a byte into a pipe that a loop waits for."""
     with contextlib.suppress(BlockingIOError):  # the pipe is full: it will be read
-        os.write(descriptor, b"f")
+        os.write(descriptor, b"f")  # not the number of a signal
 
 
 def _exit_on_signal(number: int, _frame: FrameType | None) -> None:
@@ -98,9 +97,9 @@ def _exit_on_signal(number: int, _frame: FrameType | None) -> None:
 @contextlib.contextmanager
 def screen(wake_write: int) -> Iterator[Canvas]:
     """Take over the terminal: SIGTERM and SIGHUP end the view, and a changed size of the terminal wakes it."""
-    before = {number: signal.signal(number, _exit_on_signal) for number in _SIGNALS}
-    before[signal.SIGWINCH] = signal.signal(signal.SIGWINCH, lambda *_: None)
-    old = signal.set_wakeup_fd(wake_write, warn_on_full_buffer=False)
+    old_handlers = {number: signal.signal(number, _exit_on_signal) for number in _SIGNALS}
+    old_handlers[signal.SIGWINCH] = signal.signal(signal.SIGWINCH, lambda *_: None)
+    old_descriptor = signal.set_wakeup_fd(wake_write, warn_on_full_buffer=False)  # gets the number of each signal
     try:
         window = curses.initscr()
         curses.noecho()
@@ -114,8 +113,8 @@ def screen(wake_write: int) -> Iterator[Canvas]:
     finally:
         with contextlib.suppress(curses.error):
             curses.endwin()
-        signal.set_wakeup_fd(old)
-        for number, handler in before.items():
+        signal.set_wakeup_fd(old_descriptor)
+        for number, handler in old_handlers.items():
             signal.signal(number, handler)
 
 
@@ -134,16 +133,16 @@ class Canvas:
         height, width = self._window.getmaxyx()
         return width, height
 
-    def wait_for_keys(self, wakes: int, timeout_s: float) -> Iterable[str] | None:
-        """Wait for a key, a byte in ``wakes`` or a moment; return the names of keys; ``None``: there will be no key."""
-        ready, _, _ = select.select([sys.stdin, wakes], [], [], timeout_s)
-        if wakes in ready:
+    def wait_for_keys(self, wake_read: int, timeout_s: float) -> Iterable[str] | None:
+        """Wait for a key, a byte in a pipe or the timeout; return names of keys; ``None``: stdin is closed."""
+        ready, _, _ = select.select([sys.stdin, wake_read], [], [], timeout_s)
+        if wake_read in ready:
             with contextlib.suppress(BlockingIOError):
-                if signal.SIGWINCH in os.read(wakes, 4096):
+                if signal.SIGWINCH in os.read(wake_read, 4096):
                     self._resize()
         keys = self._pressed_keys() if sys.stdin in ready else iter(())
         first = next(keys, None)
-        if sys.stdin in ready and first is None and not os.isatty(sys.stdin.fileno()):  # it was closed
+        if sys.stdin in ready and first is None and not os.isatty(sys.stdin.fileno()):  # it is closed
             return None
         return () if first is None else itertools.chain([first], keys)
 
@@ -175,12 +174,12 @@ class Canvas:
 
 
 class _Terminal:
-    """The screen with the choices of the user; ``wakes`` has a byte for each new frame and each signal."""
+    """The screen with the choices of the user; the pipe ``wake_read`` gets a byte for each new frame and signal."""
 
-    def __init__(self, canvas: Canvas, reader: TopReader, name: str, wakes: int) -> None:
-        self._canvas, self._reader, self._name, self._wake = canvas, reader, name, wakes
+    def __init__(self, canvas: Canvas, reader: TopReader, name: str, wake_read: int) -> None:
+        self._canvas, self._reader, self._name, self._wake_read = canvas, reader, name, wake_read
         self._view = TopView()
-        self._next_step_s = 0.0  # time of the next step of a replay
+        self._next_step_s = 0.0  # monotonic time of the next step of a replay
         self._last_played_frame: TopFrame | None = None  # the frame at the last step
 
     def run(self) -> int:
@@ -195,11 +194,11 @@ class _Terminal:
             return STOPPED
 
     def _handle_keys(self) -> bool:
-        """Wait for keys, a frame, a signal or a moment, and apply the keys; return whether the user quits."""
+        """Wait for keys, a frame, a signal or the timeout, and apply the keys; return whether the user quits."""
         timeout_s = TICK_S
         if self._view.is_playing:
             timeout_s = min(max(self._next_step_s - time.monotonic(), 0.0), TICK_S)
-        keys = self._canvas.wait_for_keys(self._wake, timeout_s)
+        keys = self._canvas.wait_for_keys(self._wake_read, timeout_s)
         if keys is None:
             return True
         for key in keys:
@@ -218,8 +217,10 @@ class _Terminal:
         if frame is None:
             return ShownPane()
         width, height = self._canvas.size
-        num_shown = page_height(frame, width, height, self._view)
-        return ShownPane(num_shown, num_lines_of(frame, self._view, width), frame.place.is_newest, frame.head.is_over)
+        num_lines_shown = page_height(frame, width, height, self._view)
+        return ShownPane(
+            num_lines_shown, num_lines_of(frame, self._view, width), frame.place.is_newest, frame.head.is_over
+        )
 
     def _play_next_window(self) -> None:
         """Request the next window of a replay; a slow disk slows the replay."""
@@ -260,9 +261,8 @@ def _attributes_by_style() -> dict[int, int]:
     with contextlib.suppress(curses.error):
         curses.start_color()
         curses.use_default_colors()
-        for number, (style, color) in enumerate(
-            ((GOOD, curses.COLOR_GREEN), (WARNING, curses.COLOR_YELLOW), (BAD, curses.COLOR_RED)), start=1
-        ):
+        colors = (GOOD, curses.COLOR_GREEN), (WARNING, curses.COLOR_YELLOW), (BAD, curses.COLOR_RED)
+        for number, (style, color) in enumerate(colors, start=1):
             curses.init_pair(number, color, -1)
             styles[style] = curses.color_pair(number) | (curses.A_BOLD if style == BAD else 0)
     return styles
