@@ -89,9 +89,9 @@ class SimulatedRank:
         self._host = f"node{rank // RANKS_PER_NODE:05d}"
         reader = open_device(Site(local_rank=rank % RANKS_PER_NODE, host=self._host))
         self._device, self._wave = reader.device, reader.waveform
-        self._window = 0
-        self.tokens = 0
-        self.energy_j = 0.0
+        self._window = 0  # the newest window with a report
+        self.tokens = 0  # of all its reports
+        self.energy_j = 0.0  # of all its reports
 
     def hello(self) -> Hello:
         return Hello(
@@ -112,7 +112,7 @@ class SimulatedRank:
         self._window += 1
         span_s, wave = end_s - start_s, self._wave
         last = self._window * self._log_interval
-        tokens = self.tokens_of_first(1)  # all windows have the same number
+        tokens = self.tokens_of_first(1)
         energy_j = wave.energy_j(start_s, end_s)
         self.tokens += tokens
         self.energy_j += energy_j
@@ -154,7 +154,7 @@ class SimulatedRank:
         )
 
     def tokens_of_first(self, num_reports: int) -> int:
-        """Return the tokens of the first reports."""
+        """Return the tokens of the first reports; all reports have the same number."""
         return num_reports * self._log_interval * (TOKENS + self.rank)
 
     def bye(self, lost: int) -> Bye:
@@ -168,11 +168,11 @@ class _SimulatedPeer:
         self.rank = SimulatedRank(rank, part.world_size, part.job, uuid.uuid4().hex[:16], part.log_interval)
         self.link = Link(context, part.endpoint, keys, is_monitored=False)
         self.outbox = Outbox(MAX_UNCONFIRMED)
-        self.hello_sent_s = self.last_sent_s = 0.0
-        self.is_welcome = self.bye_sent = self.bye_seen = False
-        self.rejected = ""
+        self.hello_sent_s = self.last_sent_s = 0.0  # monotonic times of the HELLO, and of the last report or heartbeat
+        self.is_welcome = self.bye_sent = self.bye_seen = False  # bye_seen: the aggregator has confirmed the BYE
+        self.rejected = ""  # the reason
         self.seen_iteration = 0  # iteration of the newest received values
-        self.bye_seen_s = 0.0
+        self.bye_seen_s = 0.0  # monotonic time
         self._confirmed = 0  # sequence number of the newest confirmed report
 
     def handle_messages(self) -> None:
@@ -182,14 +182,14 @@ class _SimulatedPeer:
                 self._confirmed = max(self._confirmed, message.sequence)
                 self.seen_iteration = message.iteration
             elif isinstance(message, Welcome):
-                self._send_unconfirmed(again=message.again)
+                self._handle_welcome(again=message.again)
             elif isinstance(message, ByeSeen):
                 self.bye_seen, self.bye_seen_s = True, time.monotonic()
             elif isinstance(message, Rejected):
                 self.rejected = message.reason
 
-    def _send_unconfirmed(self, again: bool) -> None:
-        """Send the unconfirmed reports after the first WELCOME, or again at the request of a restarted aggregator."""
+    def _handle_welcome(self, again: bool) -> None:
+        """Mark all reports to be sent, after the first WELCOME, or ``again`` for an aggregator that was restarted."""
         if again or not self.is_welcome:
             self.outbox.mark_all_unsent()
         if again:
@@ -208,6 +208,7 @@ class _SimulatedPeer:
         return self.rank.tokens if self.bye_seen else self.rank.tokens_of_first(self._confirmed)
 
     def send_reports(self) -> int:
+        """Send the reports that were not sent; return their number."""
         if count := self.link.send_reports(self.outbox):
             self.last_sent_s = time.monotonic()  # reports also count as heartbeats
         return count
@@ -220,9 +221,8 @@ class _SimulatedPeer:
         """Send a heartbeat if the last heartbeat or report is older than `HEARTBEAT_S`."""
         if now_s - self.last_sent_s >= HEARTBEAT_S:
             self.last_sent_s = now_s
-            self.link.send(
-                Heartbeat(self.rank.agent, self.rank.rank, ordinal, "in an iteration", 0.0, self.outbox.num_lost)
-            )
+            rank, num_lost = self.rank, self.outbox.num_lost
+            self.link.send(Heartbeat(rank.agent, rank.rank, ordinal, "in an iteration", 0.0, num_lost))
 
 
 class SimulatedRanks:
@@ -234,17 +234,17 @@ class SimulatedRanks:
         self._context.set(zmq.MAX_SOCKETS, part.num_ranks + 16)
         keys = AgentKeys.from_secret(secret.read(Path(part.secret_file)), part.salt) if part.secret_file else None
         self._peers = [_SimulatedPeer(part, part.first_rank + i, self._context, keys) for i in range(part.num_ranks)]
-        self._offset_s = time.time() - time.monotonic()  # of a unix time to a monotonic time
-        self._sent = 0
-        self._seen_iteration = 0
+        self._unix_minus_monotonic_s = time.time() - time.monotonic()
+        self._num_sent = 0  # reports
+        self._seen_iteration = 0  # of the newest values that rank 0 has received
 
     def run(self) -> None:
         """Connect all ranks, wait for the start time, report every window, and leave the job."""
         self._join_all()
-        began_s = self._wait_for_start_time()
-        for peer in self._peers:  # the heartbeats of the ranks are spread over the period
-            peer.last_sent_s = began_s + HEARTBEAT_S * (peer.rank.rank % 97) / 97 - HEARTBEAT_S
-        self._report_windows(began_s)
+        first_start_s = self._wait_for_start_time()
+        for peer in self._peers:  # the heartbeats of the ranks are spread over the period, at 97 times
+            peer.last_sent_s = first_start_s + HEARTBEAT_S * (peer.rank.rank % 97) / 97 - HEARTBEAT_S
+        self._report_windows(first_start_s)
         self._leave_job()
         self._context.destroy(linger=500)
 
@@ -254,10 +254,10 @@ class SimulatedRanks:
     def _join_all(self) -> None:
         """Connect all ranks, `MAX_JOINING` at a time, until each has a WELCOME."""
         waiting: list[_SimulatedPeer] = []
-        coming = list(reversed(self._peers))
-        while waiting or coming:
-            while coming and len(waiting) < MAX_JOINING:
-                waiting.append(coming.pop())
+        unconnected = list(reversed(self._peers))
+        while waiting or unconnected:
+            while unconnected and len(waiting) < MAX_JOINING:
+                waiting.append(unconnected.pop())
                 waiting[-1].link.connect()
             now_s = time.monotonic()
             for peer in waiting:
@@ -266,41 +266,44 @@ class SimulatedRanks:
                     self._write(Progress(rejected=peer.rejected))
                     raise SystemExit(1)
                 peer.send_hello_if_due(now_s)
-            before, waiting = len(waiting), [peer for peer in waiting if not peer.is_welcome]
-            if len(waiting) != before:
-                self._write(Progress(joined=self._part.num_ranks - len(waiting) - len(coming)))
+            num_before, waiting = len(waiting), [peer for peer in waiting if not peer.is_welcome]
+            if len(waiting) != num_before:
+                self._write(Progress(joined=self._part.num_ranks - len(waiting) - len(unconnected)))
             time.sleep(0.02)
             self._exit_if_command_ended()
 
     def _wait_for_start_time(self) -> float:
+        """Keep the connections alive until the command has written the start time of the first window; return it."""
         while not select.select([self._part.input_descriptor], [], [], 1.0)[0]:
             for peer in self._peers:
                 peer.handle_messages()
                 peer.send_heartbeat_if_due(time.monotonic(), 0)
         return float(os.read(self._part.input_descriptor, 100))
 
-    def _report_windows(self, began_s: float) -> None:
+    def _report_windows(self, first_start_s: float) -> None:
         part = self._part
+        # The windows of a rank begin and end this much later than those of rank 0.
         lags_s = {peer.rank.rank: part.spread_s * peer.rank.rank / part.world_size for peer in self._peers}
         for window in range(1, part.windows + 1):
-            start_s = began_s + (window - 1) * part.interval_s
+            start_s = first_start_s + (window - 1) * part.interval_s
             for number, peer in enumerate(self._peers):
                 lag_s = lags_s[peer.rank.rank]
-                self._wait_until(start_s + part.interval_s + lag_s)
+                end_s = start_s + part.interval_s + lag_s
+                self._wait_until(end_s)
                 now_s = time.monotonic()
                 peer.handle_messages()
-                row = peer.rank.next_report(start_s + lag_s, start_s + part.interval_s + lag_s, self._offset_s)
-                peer.outbox.add_report(row)
-                self._sent += peer.send_reports()
+                report = peer.rank.next_report(start_s + lag_s, end_s, self._unix_minus_monotonic_s)
+                peer.outbox.add_report(report)
+                self._num_sent += peer.send_reports()
                 peer.send_heartbeat_if_due(now_s, window * part.log_interval)
                 if number % CHECK_EVERY == 0:
                     self._write_seen_window()
-            self._write(Progress(sent=self._sent, window=window, at_s=time.monotonic()))
+            self._write(Progress(sent=self._num_sent, window=window, at_s=time.monotonic()))
 
     def _wait_until(self, until_s: float) -> None:
-        while (rest_s := until_s - time.monotonic()) > 0:
+        while (wait_s := until_s - time.monotonic()) > 0:
             self._write_seen_window()
-            time.sleep(min(rest_s, IDLE_S))
+            time.sleep(min(wait_s, IDLE_S))
 
     def _write_seen_window(self) -> None:
         """Write a line if rank 0, which this process may have, has received the values of a new window."""
@@ -314,12 +317,12 @@ class SimulatedRanks:
 
     def _leave_job(self) -> None:
         """Send the last reports and the BYE of each rank, wait for their confirmation, and write the sums."""
-        until_s = time.monotonic() + LEAVE_WITHIN_S
+        deadline_s = time.monotonic() + LEAVE_WITHIN_S
         waiting = list(self._peers)
-        while waiting and time.monotonic() < until_s:
+        while waiting and time.monotonic() < deadline_s:
             for number, peer in enumerate(waiting):
                 peer.handle_messages()
-                self._sent += peer.send_reports()
+                self._num_sent += peer.send_reports()
                 peer.send_heartbeat_if_due(time.monotonic(), self._part.windows * self._part.log_interval)
                 if not peer.bye_sent and not peer.outbox.next_unsent():
                     peer.bye_sent = peer.link.send(peer.rank.bye(peer.outbox.num_lost))
@@ -329,7 +332,7 @@ class SimulatedRanks:
             time.sleep(0.02)
         ranks = [peer.rank for peer in self._peers]
         done = Progress(
-            sent=self._sent,
+            sent=self._num_sent,
             done=True,
             tokens=sum(rank.tokens for rank in ranks),
             tokens_confirmed=sum(peer.tokens_confirmed for peer in self._peers),

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -74,7 +75,7 @@ class Findings(Struct):
     lost: int = 0
     unconfirmed: int = 0
     duplicates: int = 0
-    status: str = ""
+    status: str = ""  # of the run; "played" if another aggregator has the summary; "" if the simulation was stopped
 
     @property
     def is_exact(self) -> bool:
@@ -88,15 +89,15 @@ class RanksProcess:
 
     def __init__(self, settings: dict[str, Any]) -> None:
         their_input, self._input = os.pipe()
-        self.output, their_output = os.pipe()
+        self.output, their_output = os.pipe()  # descriptors
         body = msgspec.json.encode(Part(input_descriptor=their_input, output_descriptor=their_output, **settings))
         self.process = spawn("effllm.commands.simulate_ranks", [body.decode()], [their_input, their_output])
         os.close(their_input)
         os.close(their_output)
         self._incomplete_line = b""
         self.num_ranks: int = settings["num_ranks"]
-        self.joined = self.sent = 0
-        self.last_progress: Progress | None = None
+        self.joined = self.sent = 0  # numbers of ranks and of reports
+        self.last_progress: Progress | None = None  # the one of the end
 
     def send_start(self, at_s: float) -> None:
         os.write(self._input, f"{at_s!r}\n".encode())
@@ -171,21 +172,20 @@ class OwnAggregator:
 class SimulatedRun:
     """One simulation, from the first connection to the summary."""
 
-    def __init__(self, simulation: Simulation, config: Config) -> None:
-        self._plan = simulation
-        self._config = replace(config, security=simulation.security)
-        self.result = Findings(simulation.ranks, simulation.windows, simulation.interval_s, simulation.arrival)
-        self.result.security = simulation.security
-        self._job, self._salt = secrets.token_hex(8), ""
-        self._parts: list[RanksProcess] = []
+    def __init__(self, plan: Simulation, config: Config) -> None:
+        self._plan = plan
+        self._config = replace(config, security=plan.security)
+        self.result = Findings(plan.ranks, plan.windows, plan.interval_s, plan.arrival, plan.security)
+        self._job, self._salt = secrets.token_hex(8), ""  # the salt of an own aggregator is the job
+        self._processes: list[RanksProcess] = []
         self._aggregator: OwnAggregator | None = None
         self._poll = select.poll()
-        self._sent_s: dict[int, float] = {}  # time of the last report, by window
-        self._seen_s: dict[int, float] = {}  # time at which rank 0 had its values, by window
-        self._rss_at: list[tuple[float, int]] = []
+        self._sent_s: dict[int, float] = {}  # monotonic time of the last report, by window
+        self._seen_s: dict[int, float] = {}  # monotonic time at which rank 0 had its values, by window
+        self._rss_readings: list[tuple[float, int]] = []  # (monotonic time, bytes), of the aggregator
 
     def measure(self) -> Findings:
-        """Run the simulation."""
+        """Run the simulation, and return its results."""
         with tempfile.TemporaryDirectory(prefix="effllm-simulate-") as scratch:
             output = os.open(os.devnull, os.O_WRONLY)
             try:
@@ -193,8 +193,8 @@ class SimulatedRun:
                     self._make_aggregator(Path(scratch), output)
                 self._run_ranks()
             finally:
-                for part in self._parts:
-                    part.close()
+                for process in self._processes:
+                    process.close()
                 if self._aggregator:
                     self._aggregator.close(is_waited_for=bool(self.result.status))
                     self._read_totals(self._aggregator.folder / "summary.json")
@@ -210,93 +210,95 @@ class SimulatedRun:
         self._aggregator = OwnAggregator(self._config, folder, output, self._job)
 
     def _run_ranks(self) -> None:
-        """Start the processes of ranks, wait until they have joined, reported and left, and add the results."""
-        asked, endpoint = self._plan, self._plan.endpoint
+        """Start the processes of ranks, wait until they have joined, reported and left, and set the results."""
+        plan, endpoint = self._plan, self._plan.endpoint
         if self._aggregator:
             endpoint = self._aggregator.endpoint
-        processes = asked.processes or -(-asked.ranks // MAX_RANKS_OF_PROCESS)
-        began_s = time.monotonic()
-        for i in range(processes):
-            first, end = asked.ranks * i // processes, asked.ranks * (i + 1) // processes
-            part = RanksProcess({
-                "first_rank": first, "num_ranks": end - first, "world_size": asked.ranks, "endpoint": endpoint,
-                "log_interval": self._config.log_interval, "interval_s": asked.interval_s, "windows": asked.windows,
+        num_processes = plan.processes or -(-plan.ranks // MAX_RANKS_OF_PROCESS)
+        join_start_s = time.monotonic()
+        for i in range(num_processes):
+            first, end = plan.ranks * i // num_processes, plan.ranks * (i + 1) // num_processes
+            process = RanksProcess({
+                "first_rank": first, "num_ranks": end - first, "world_size": plan.ranks, "endpoint": endpoint,
+                "log_interval": self._config.log_interval, "interval_s": plan.interval_s, "windows": plan.windows,
                 "secret_file": str(secret_path(self._config)) if self._config.security == "curve" else "",
-                "job": self._job, "salt": self._salt, "spread_s": SPREAD[asked.arrival] * asked.interval_s,
+                "job": self._job, "salt": self._salt, "spread_s": SPREAD[plan.arrival] * plan.interval_s,
             })  # fmt: skip
-            self._parts.append(part)
-            self._poll.register(part.output, select.POLLIN)
-        self._listen_until(lambda: sum(part.joined for part in self._parts) == asked.ranks, JOIN_WITHIN_S, "joined")
-        self.result.joined_s = time.monotonic() - began_s
+            self._processes.append(process)
+            self._poll.register(process.output, select.POLLIN)
+        self._listen_until(lambda: sum(part.joined for part in self._processes) == plan.ranks, JOIN_WITHIN_S, "joined")
+        self.result.joined_s = time.monotonic() - join_start_s
         if self._aggregator:
             self.result.join_cpu_s = self._aggregator.cpu_s()
-        start_s = time.monotonic() + 1.0
-        for part in self._parts:
-            part.send_start(start_s)
+        start_s = time.monotonic() + 1.0  # of the first window
+        for process in self._processes:
+            process.send_start(start_s)
         self._listen(1.0)
         cpu_s = self._aggregator.cpu_s() if self._aggregator else 0.0
         try:
-            self._listen_until(self._have_all_reported, asked.windows * asked.interval_s * 2 + 30.0, "reported")
+            self._listen_until(self._have_all_reported, plan.windows * plan.interval_s * 2 + 30.0, "reported")
         except KeyboardInterrupt:  # compute the results of the reports so far
-            self._add_cost(sum(part.sent for part in self._parts), time.monotonic() - start_s, cpu_s)
+            self._set_cost(sum(process.sent for process in self._processes), time.monotonic() - start_s, cpu_s)
             self.result.windows = self.result.windows_published
             raise
-        self._add_cost(asked.ranks * asked.windows, time.monotonic() - start_s, cpu_s)
-        self._listen_until(lambda: all(part.last_progress for part in self._parts), END_WITHIN_S, "left")
-        ends = [part.last_progress for part in self._parts if part.last_progress]
+        self._set_cost(plan.ranks * plan.windows, time.monotonic() - start_s, cpu_s)
+        self._listen_until(lambda: all(process.last_progress for process in self._processes), END_WITHIN_S, "left")
+        ends = [process.last_progress for process in self._processes if process.last_progress]
         self.result.tokens_true = sum(end.tokens for end in ends)
-        self.result.tokens = sum(end.tokens_confirmed for end in ends)  # of this aggregator, its summary has the tokens
+        self.result.tokens = sum(end.tokens_confirmed for end in ends)  # an own aggregator's summary replaces them
         self.result.energy_true_j = sum(end.energy_j for end in ends)
         self.result.lost = sum(end.lost for end in ends)
         self.result.unconfirmed = sum(end.unconfirmed for end in ends)
         self.result.status = "played"
-        self._add_delays()
+        self._set_delays()
 
-    def _add_cost(self, reports: int, spent_s: float, cpu_before_s: float) -> None:
+    def _set_cost(self, reports: int, spent_s: float, cpu_before_s: float) -> None:
+        """Set the rate of the reports, which were sent in ``spent_s`` seconds, and the aggregator's CPU and memory."""
         if not reports:
             return
-        self._add_delays()
+        self._set_delays()
         self.result.reports = reports
         self.result.reports_per_s = reports / spent_s
-        if self._aggregator and self._rss_at:
+        if self._aggregator and self._rss_readings:
             self.result.cpu_s = self._aggregator.cpu_s() - cpu_before_s
             self.result.cpu_ratio = self.result.cpu_s / spent_s
             self.result.cpu_us_per_report = 1e6 * self.result.cpu_s / reports
             self.result.descriptors = self._aggregator.psutil_process.num_fds()
-            self.result.rss_bytes = max(rss for _, rss in self._rss_at)
-            self.result.rss_slope_bytes_per_s = _second_half_slope(self._rss_at)
+            self.result.rss_bytes = max(rss for _, rss in self._rss_readings)
+            self.result.rss_slope_bytes_per_s = _second_half_slope(self._rss_readings)
 
-    def _add_delays(self) -> None:
+    def _set_delays(self) -> None:
         published = [window for window in self._sent_s if window in self._seen_s]
         self.result.windows_published = len(published)
         self.result.delays_s = [max(self._seen_s[window] - self._sent_s[window], 0.0) for window in sorted(published)]
 
     def _have_all_reported(self) -> bool:
         windows = self._plan.windows
-        return len(self._sent_s) == windows and all(part.sent >= windows * part.num_ranks for part in self._parts)
+        has_last_reports = len(self._sent_s) == windows
+        return has_last_reports and all(part.sent >= windows * part.num_ranks for part in self._processes)
 
-    def _listen_until(self, reached: Any, timeout_s: float, word: str) -> None:
+    def _listen_until(self, is_reached: Callable[[], bool], timeout_s: float, word: str) -> None:
         deadline_s = time.monotonic() + timeout_s
-        while not reached():
+        while not is_reached():
             self._listen(0.5)
             if time.monotonic() > deadline_s:
                 raise SimulationError(f"not all ranks have {word} after {timeout_s:.0f} s")
 
     def _listen(self, seconds: float) -> None:
-        """Record the messages of the ranks within some seconds, and sometimes the memory of the aggregator."""
+        """Wait for messages of the ranks and record them; every 0.5 s, also record the memory of the aggregator."""
         for descriptor, _ in self._poll.poll(seconds * 1000):
-            part = next(part for part in self._parts if part.output == descriptor)
-            if part.last_progress is not None:
+            process = next(process for process in self._processes if process.output == descriptor)
+            if process.last_progress is not None:
                 self._poll.unregister(descriptor)
                 continue
-            for progress in part.read_progress():
+            for progress in process.read_progress():
                 self._record(progress)
         if self._aggregator:
             if self._aggregator.process.poll():  # another status than 0
                 raise SimulationError("the aggregator ended too early; the error is printed above")
-            is_due = not self._rss_at or time.monotonic() - self._rss_at[-1][0] >= 0.5
+            is_due = not self._rss_readings or time.monotonic() - self._rss_readings[-1][0] >= 0.5
             if self._sent_s and is_due and not self.result.reports:
-                self._rss_at.append((time.monotonic(), self._aggregator.psutil_process.memory_info().rss))
+                self._rss_readings.append((time.monotonic(), self._aggregator.psutil_process.memory_info().rss))
 
     def _record(self, progress: Progress) -> None:
         if progress.rejected:
@@ -307,8 +309,8 @@ class SimulatedRun:
         elif progress.window:
             self._sent_s[progress.window] = max(self._sent_s.get(progress.window, 0.0), progress.at_s)
             if sys.stderr.isatty():
-                sent = sum(part.sent for part in self._parts)
-                print(f"\r{sent:,} of {self._plan.ranks * self._plan.windows:,} reports", end="", file=sys.stderr)
+                num_sent = sum(process.sent for process in self._processes)
+                print(f"\r{num_sent:,} of {self._plan.ranks * self._plan.windows:,} reports", end="", file=sys.stderr)
 
     def _read_totals(self, path: Path) -> None:
         try:
