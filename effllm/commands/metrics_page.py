@@ -17,8 +17,7 @@ TIMEOUT_S = 5.0
 _LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
 _ESCAPED = {"\\n": "\n", '\\"': '"', "\\\\": "\\"}
 
-#: Values of one metric by the text of its labels.
-Labelled = Mapping[str, float]
+Labelled = Mapping[str, float]  # values of one metric by the text of its labels
 
 
 class Unreachable(OSError):
@@ -45,8 +44,8 @@ def fetch_text(url: str, token: str = "", tls: ssl.SSLContext | None = None) -> 
     if scheme == "https":
         connection = http.client.HTTPSConnection(host, port, timeout=TIMEOUT_S, context=tls)
     try:
-        text = _read_body(connection, path, {"Authorization": f"Bearer {token}"} if token else {})
-    except Unreachable:
+        body = _read_body(connection, path, {"Authorization": f"Bearer {token}"} if token else {})
+    except Unreachable:  # an OSError with its message
         raise
     except (TimeoutError, socket.gaierror, ConnectionError) as error:
         reason = "timeout" if isinstance(error, TimeoutError) else error.strerror or type(error).__name__
@@ -55,24 +54,24 @@ def fetch_text(url: str, token: str = "", tls: ssl.SSLContext | None = None) -> 
         raise Unreachable(f"not an HTTP answer: {type(error).__name__}: {str(error)[:120]}") from error
     finally:
         connection.close()
-    return text.decode("utf-8", "replace")
+    return body.decode("utf-8", "replace")
 
 
 def _read_body(connection: http.client.HTTPConnection, path: str, headers: Mapping[str, str]) -> bytes:
-    until_s = time.monotonic() + TIMEOUT_S
+    deadline_s = time.monotonic() + TIMEOUT_S
     connection.request("GET", path, headers={"Accept": "text/plain", "Connection": "close", **headers})
     answer = connection.getresponse()
     if answer.status != http.client.OK:
-        to = f" to {answer.headers['Location'][:200]}" if answer.headers["Location"] else ""
-        raise Unreachable(f"the server answers {answer.status} {answer.reason[:80]}{to}")
-    text = b""
+        redirected = f" to {answer.headers['Location'][:200]}" if answer.headers["Location"] else ""
+        raise Unreachable(f"the server answers {answer.status} {answer.reason[:80]}{redirected}")
+    body = b""
     while part := answer.read1(65536):
-        text += part
-        if len(text) > MAX_BYTES:
+        body += part
+        if len(body) > MAX_BYTES:
             raise Unreachable(f"the page is longer than {MAX_BYTES // 2**20} MiB")
-        if time.monotonic() > until_s:  # the connection's timeout applies to each packet
+        if time.monotonic() > deadline_s:  # the connection's timeout applies to each packet
             raise Unreachable(f"the page was not complete within {TIMEOUT_S:.0f} s")
-    return text
+    return body
 
 
 def samples_of(text: str) -> dict[str, dict[str, float]]:
@@ -83,11 +82,12 @@ def samples_of(text: str) -> dict[str, dict[str, float]]:
             continue
         # Label values may contain spaces and braces. After the last brace there are only numbers.
         head, brace, tail = line.rpartition("}")
-        name, _, labels = head.partition("{") if brace else (*line.split(None, 1), "", "")[:3]
-        numbers = tail.split() if brace else line.split()[1:]
+        name, _, labels = head.partition("{")
+        numbers = tail.split()  # a value, and perhaps its time
         with contextlib.suppress(ValueError, IndexError):
+            name = name.strip() if brace else numbers.pop(0)  # without labels, the name is the first word
             if math.isfinite(value := float(numbers[0])):
-                samples.setdefault(name.strip(), {})[labels if brace else ""] = value
+                samples.setdefault(name, {})[labels] = value
     return samples
 
 

@@ -35,8 +35,8 @@ from effllm.config.settings import ConfigError, read_config
 from effllm.config.switches import process_environ
 from effllm.views.text.numbers import count_text
 
-_HEADER_EVERY = 20
-_MAX_WAIT_S = 60.0
+_HEADER_EVERY = 20  # intervals
+_MAX_WAIT_S = 60.0  # between two requests, while the server does not answer
 _COLUMNS = (
     ("time", 8), ("tokens/s", 10), ("prompt/s", 10), ("W", 9), ("J/token", 9), ("J/10k tok", 11), ("reqs", 5),
     ("TTFT s", 8),
@@ -88,11 +88,11 @@ class _Watch:
 
     def __init__(self, url: str, interval_s: float, energy: GpuEnergy, as_json: bool) -> None:
         self._url, self._interval_s, self._energy, self._as_json = url, interval_s, energy, as_json
-        self._last: Page | None = None
-        self._wait_s = interval_s
+        self._last_page: Page | None = None  # None: no interval ends with the next page
+        self._wait_s = interval_s  # between two requests: longer while the server does not answer
         self._last_warning = ""
-        self.num_measured = 0  # number of measured intervals
-        self._tokens = self._joules = self._time_s = 0.0
+        self.num_measured = 0  # number of intervals with tokens
+        self._tokens = self._joules = self._time_s = 0.0  # sums over these intervals
         self._energy_tokens = self._energy_s = 0.0  # tokens and time of the intervals in which energy was measured
 
     def print_start(self) -> None:
@@ -106,80 +106,81 @@ class _Watch:
         sys.stdout.flush()
 
     def run(self, count: int) -> None:
-        """Read pages until stopped, or ``count`` + 1 times if it is not 0: also reads without an answer are counted."""
+        """Request the page until stopped, or for ``count`` intervals: count + 1 times, with or without an answer."""
         next_s = time.monotonic()
         num_reads = 0
         while True:
-            is_there = self._read_and_print()
+            was_read = self._read_page_and_print()
             num_reads += 1
             if count and num_reads > count:
                 return
             # While the server does not answer, the period doubles, because a server may be down for hours.
-            self._wait_s = self._interval_s if is_there else min(2 * self._wait_s, max(_MAX_WAIT_S, self._interval_s))
+            self._wait_s = self._interval_s if was_read else min(2 * self._wait_s, max(_MAX_WAIT_S, self._interval_s))
             next_s = max(next_s + self._wait_s, time.monotonic())
-            time.sleep(next_s - time.monotonic() if next_s > time.monotonic() else 0.0)
+            time.sleep(max(next_s - time.monotonic(), 0.0))
 
-    def _read_and_print(self) -> bool:
-        """Read the page, and print the interval since the last one; return whether a page of vLLM was read."""
+    def _read_page_and_print(self) -> bool:
+        """Read the page, and print the interval since the last page; return whether a page of vLLM was read."""
         try:
             page = fetch_page(self._url)
         except Unreachable as error:
             self.warn(f"{error}; the request is repeated")
-            self._last = None  # tokens before the next page are not counted in an interval
+            self._last_page = None  # tokens before the next page are not counted in an interval
             return False
         except NotVllm as error:
-            if self._last is None and not self.num_measured:
+            if self._last_page is None and not self.num_measured:
                 raise
             self.warn(str(error))
-            self._last = None
+            self._last_page = None
             return False
         if page.generated is None:
             self.warn("the page has no vllm:generation_tokens_total yet")
         elif self._last_warning:
             self._last_warning = ""
-        if self._last is not None:
-            self._add_and_print(difference(self._last, page), self._energy.take_joules(self._last.time_s, page.time_s))
-        self._last = page
+        if self._last_page is not None:
+            joules = self._energy.take_joules(self._last_page.time_s, page.time_s)
+            self._add_and_print_interval(difference(self._last_page, page), joules)
+        self._last_page = page
         return True
 
-    def _add_and_print(self, seen: Interval, joules: float | None) -> None:
+    def _add_and_print_interval(self, interval: Interval, joules: float | None) -> None:
         """Add an interval to the sums, and print its line."""
-        tokens = seen.generation_tokens
+        tokens = interval.generation_tokens
         if tokens is not None:
             self.num_measured += 1
             self._tokens += tokens
-            self._time_s += seen.interval_s
+            self._time_s += interval.interval_s
             if joules is not None:
                 self._energy_tokens += tokens
                 self._joules += joules
-                self._energy_s += seen.interval_s
+                self._energy_s += interval.interval_s
         row = {
             "time_s": round(time.time(), 3),
-            "interval_s": round(seen.interval_s, 6),
+            "interval_s": round(interval.interval_s, 6),
             "generation_tokens": tokens,
-            "prompt_tokens": seen.prompt_tokens,
-            "tokens_per_second": _ratio(tokens, seen.interval_s),
-            "prompt_tokens_per_second": _ratio(seen.prompt_tokens, seen.interval_s),
+            "prompt_tokens": interval.prompt_tokens,
+            "tokens_per_second": _ratio(tokens, interval.interval_s),
+            "prompt_tokens_per_second": _ratio(interval.prompt_tokens, interval.interval_s),
             "gpus": self._energy.num_gpus,
             "joules": joules,
-            "watts": _ratio(joules, seen.interval_s),
+            "watts": _ratio(joules, interval.interval_s),
             "joules_per_token": _ratio(joules, tokens),
             "joules_per_10k_tokens": _ratio(joules, tokens, 1e4),
-            "requests_running": seen.requests_running,
-            "time_to_first_token_s": seen.time_to_first_token_s,
-            "restarted": seen.restarted,
+            "requests_running": interval.requests_running,
+            "time_to_first_token_s": interval.time_to_first_token_s,
+            "restarted": interval.restarted,
             "simulated": self._energy.is_simulated,
         }
         if self._as_json:
             print(json.dumps(row), flush=True)
             return
-        if seen.restarted:
+        if interval.restarted:
             self.warn("the server was restarted; the tokens of this interval are unknown")
         if (self.num_measured - 1) % _HEADER_EVERY == 0 and tokens is not None:
             print(" ".join(f"{name:>{width}}" for name, width in _COLUMNS))
         names = ("tokens_per_second", "prompt_tokens_per_second", "watts", "joules_per_token", "joules_per_10k_tokens")
         cells = [time.strftime("%H:%M:%S"), *(_number_text(row[name]) for name in names)]
-        cells += [_number_text(seen.requests_running, whole=True), _number_text(seen.time_to_first_token_s)]
+        cells += [_number_text(interval.requests_running, whole=True), _number_text(interval.time_to_first_token_s)]
         print(" ".join(f"{cell:>{width}}" for cell, (_, width) in zip(cells, _COLUMNS, strict=True)), flush=True)
 
     def warn(self, line: str) -> None:
@@ -202,8 +203,8 @@ class _Watch:
         print(" · ".join(parts), flush=True)
 
 
-def _ratio(above: float | None, below: float | None, times: float = 1.0) -> float | None:
-    return times * above / below if above is not None and below else None
+def _ratio(numerator: float | None, denominator: float | None, factor: float = 1.0) -> float | None:
+    return factor * numerator / denominator if numerator is not None and denominator else None
 
 
 def _number_text(value: Any, whole: bool = False) -> str:
@@ -219,9 +220,6 @@ def _number_text(value: Any, whole: bool = False) -> str:
     return f"{value:.4g}"
 
 
-# --- the page of the server ------------------------------------------------------------------------
-
-
 class NotVllm(ValueError):
     """The page is not a page of a vLLM server. The message names the missing metrics."""
 
@@ -232,7 +230,7 @@ class Page(Struct, frozen=True):
     time_s: float  # monotonic time
     generated: Labelled | None
     prompt: Labelled | None
-    running: float | None
+    running: float | None  # number of requests that the server works on
     waited_s: Labelled | None  # sum of the times to first tokens
     first_tokens: Labelled | None  # number of first tokens
     process_start_s: Labelled | None
@@ -275,8 +273,8 @@ def parse_page(text: str, time_s: float) -> Page:
 def difference(old: Page, new: Page) -> Interval:
     """Return the difference of two pages; it has no tokens if the server was restarted between the pages."""
     counters = [(old.generated, new.generated), (old.prompt, new.prompt), (old.first_tokens, new.first_tokens)]
-    is_another = None not in (old.process_start_s, new.process_start_s) and old.process_start_s != new.process_start_s
-    restarted = is_another or any(_has_decreased(*pair) for pair in counters)
+    starts_s = old.process_start_s, new.process_start_s
+    restarted = (None not in starts_s and starts_s[0] != starts_s[1]) or any(_has_decreased(*pair) for pair in counters)
     generated, prompt, first_tokens = (None if restarted else _increase(*pair) for pair in counters)
     waited_s = None if restarted else _increase(old.waited_s, new.waited_s)
     return Interval(
