@@ -66,17 +66,18 @@ def main(
 
 
 def _output_parts(result: Survey, show_all: bool) -> Iterator[Table | Padding | str]:
-    yield _findings(result.findings)
+    yield _findings_table(result.findings)
     yield ""
-    yield _metrics([row for row in result.metrics if show_all or METRICS[row.metric].console or row.metric in _USUAL])
+    shown = [row for row in result.metrics if show_all or METRICS[row.metric].console or row.metric in _USUAL]
+    yield _metrics_table(shown)
     yield ""
     if result.sensor:
         yield facts_table(sensor_lines(result.sensor))
         yield ""
     cost = result.cost
     if cost.read_ms is not None and cost.core_share is not None:
-        each = f"One read every {cost.interval_s:g} s needs {100 * cost.core_share:.2g} % of a core per rank."
-        yield f"A read of the device takes {cost.read_ms:.2f} ms. {each}"
+        cpu_share = f"One read every {cost.interval_s:g} s needs {100 * cost.core_share:.2g} % of a core per rank."
+        yield f"A read of the device takes {cost.read_ms:.2f} ms. {cpu_share}"
     if result.measured:
         yield "[bold green]A run would be measured here.[/]"
     else:
@@ -86,7 +87,7 @@ def _output_parts(result: Survey, show_all: bool) -> Iterator[Table | Padding | 
                 yield Padding(escape(f"{finding.name}: {_text_with_advice(finding)}"), (0, 0, 0, 2))
 
 
-def _findings(findings: list[Finding]) -> Table:
+def _findings_table(findings: list[Finding]) -> Table:
     table = Table.grid(Column(no_wrap=True), Column(no_wrap=True), Column(overflow="fold"), padding=(0, 2, 0, 0))
     for finding in findings:
         table.add_row(finding.name, _MARKS.get(finding.state, "[green]ok[/]"), escape(_text_with_advice(finding)))
@@ -97,7 +98,7 @@ def _text_with_advice(finding: Finding) -> str:
     return f"{finding.text}; {finding.advice}" if finding.advice else finding.text
 
 
-def _metrics(metrics: list[Measurable]) -> Table:
+def _metrics_table(metrics: list[Measurable]) -> Table:
     columns = Column(no_wrap=True, style="cyan"), Column(no_wrap=True), Column(overflow="fold")
     table = Table.grid(*columns, padding=(0, 2, 0, 0))
     shown: set[str] = set()

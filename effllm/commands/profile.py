@@ -96,8 +96,7 @@ def main(
 def _open_gpu(config: Config, device: str) -> Reader:
     """Open a GPU; `DeviceUnavailable` without one, or if the configured device is not a GPU."""
     visible = device or process_environ().get("CUDA_VISIBLE_DEVICES")
-    site = Site(visible_devices=visible)
-    reader = open_named_or_any_gpu(config.device, site)
+    reader = open_named_or_any_gpu(config.device, Site(visible_devices=visible))
     if reader.device.is_gpu and not reader.device.simulated:
         return reader
     kind = reader.device.kind
@@ -162,17 +161,17 @@ def _sensor_rows(facts: SensorProfile) -> list[tuple[str, list[str]]]:
     if facts.power_is_held:
         held = "held: a reading is the power of the counter's last tick"
     gain = f"± {100 * sensor.gain_error:.1f} % of each reading; only a comparison with a second meter shows this error"
-    average = [_rhythm(facts.average, "changes"), _mean(facts.average_response)] if facts.average else []
+    average = [_rhythm_text(facts.average, "changes"), _averaging_text(facts.average_response)] if facts.average else []
     rows = [
-        ("energy counter", [_rhythm(facts.counter, "moves"), _lag(facts), _measured_share(facts)]),
-        ("power", [_rhythm(facts.power, "changes"), _mean(facts.power_response), held]),
+        ("energy counter", [_rhythm_text(facts.counter, "moves"), _lag_text(facts), _measured_share_text(facts)]),
+        ("power", [_rhythm_text(facts.power, "changes"), _averaging_text(facts.power_response), held]),
         ("averaged power", average),
         ("gain", [gain]),
     ]
     return [(name, [line for line in lines if line]) for name, lines in rows if any(lines)]
 
 
-def _rhythm(rhythm: Rhythm | None, verb: str) -> str:
+def _rhythm_text(rhythm: Rhythm | None, verb: str) -> str:
     if rhythm is None:
         return "no period was found"
     if not rhythm.period_s:
@@ -181,14 +180,14 @@ def _rhythm(rhythm: Rhythm | None, verb: str) -> str:
     return f"{verb} every {1e3 * rhythm.period_s:.2f} ms{jitter}"
 
 
-def _lag(profile: SensorProfile) -> str:
+def _lag_text(profile: SensorProfile) -> str:
     sensor = profile.sensor
     if not profile.measured_lag:
         return f"lag unknown: {1e3 * sensor.lag_s:.0f} ± {1e3 * sensor.lag_error_s:.0f} ms is assumed"
     return f"lag {1e3 * sensor.lag_s:.1f} ± {1e3 * sensor.lag_error_s:.1f} ms"
 
 
-def _measured_share(profile: SensorProfile) -> str:
+def _measured_share_text(profile: SensorProfile) -> str:
     response, rhythm, duty = profile.counter_response, profile.counter, profile.sensor.duty
     if rhythm is None or not rhythm.period_s:
         return ""
@@ -196,19 +195,19 @@ def _measured_share(profile: SensorProfile) -> str:
         return "the measured share of each tick is unknown" + (f": {100 * duty:.0f} % is assumed" if duty < 1 else "")
     if duty == 1.0:
         return "measures during the whole tick"
+    window_ms, error_ms = 1e3 * response.window_s, 1e3 * response.window_error_s
+    return f"measures {window_ms:.1f} ± {error_ms:.1f} ms of each tick, until {_end_text(response)}"
+
+
+def _averaging_text(response: Response | None) -> str:
+    if response is None:
+        return ""
     return (
-        f"measures {1e3 * response.window_s:.1f} ± {1e3 * response.window_error_s:.1f} ms of each tick, "
-        f"until {_end(response)}"
+        f"mean over {1e3 * response.window_s:.1f} ± {1e3 * response.window_error_s:.1f} ms, until {_end_text(response)}"
     )
 
 
-def _mean(response: Response | None) -> str:
-    if response is None:
-        return ""
-    return f"mean over {1e3 * response.window_s:.1f} ± {1e3 * response.window_error_s:.1f} ms, until {_end(response)}"
-
-
-def _end(response: Response) -> str:
+def _end_text(response: Response) -> str:
     """Return the end of the period that a value measures, relative to the update of the sensor's value."""
     if abs(response.ends_s) <= response.middle_error_s + response.window_error_s / 2:
         return "the sensor updates its value"

@@ -67,31 +67,32 @@ def survey(environ: Mapping[str, str], device: str, *, has_load: bool) -> Survey
     """Run all tests; ``device`` replaces the configured device if it is not empty."""
     findings = [*survey_host.python_findings(), *survey_host.setting_findings(environ)]
     config = read_config(without_wrong_values({**environ, f"{PREFIX}DEVICE": device} if device else environ))
-    sources, finding, cost, opened, sensor = _survey_device(config, environ)
-    node, node_findings = _survey_node_power(config, opened)
-    scope = next(iter(common_scopes([[*([opened] if opened else ()), *node]])), Scope())
-    if scope.label and node:
-        sources["energy"] = InputSource(by=" and ".join(_meter(meter) for meter in node if meter.key in scope.keys))
+    sources, finding, cost, own_device, sensor = _survey_device(config, environ)
+    meters, meter_findings = _survey_node_power(config, own_device)
+    own_devices = [own_device] if own_device else []
+    scope = next(iter(common_scopes([[*own_devices, *meters]])), Scope())  # the widest, or empty without energy
+    if scope.label and meters:
+        sources["energy"] = InputSource(by=" and ".join(_meter_text(row) for row in meters if row.key in scope.keys))
     sources |= {need: InputSource(by=f"your loop: {need}") for need in FROM_LOOP}
     sources |= {need: InputSource(by=f"effllm: {need}") for need in OWN}
     sources |= {need: _setting_source(config, need) for need in FROM_SETTINGS}
-    sources["peak"] = _peak_source(config, opened)
+    sources["peak"] = _peak_source(config, own_device)
     gpus = survey_gpus.read_states()
     if has_load:
         survey_gpus.measure_under_load(gpus)
-    findings += [finding, _driver_finding(), *survey_gpus.findings(gpus), *node_findings]
+    findings += [finding, _driver_finding(), *survey_gpus.findings(gpus), *meter_findings]
     if scope.label:
         findings.append(Finding("power scope", OK, scope.label))
     findings += [*survey_host.sink_findings(config), survey_host.run_folder_finding(config)]
     findings += [*survey_host.aggregator_findings(config), survey_host.security_finding(config)]
     return Survey(
         measured=all(finding.state != BROKEN for finding in findings),
-        device=opened,
+        device=own_device,
         metrics=[measurable(name, sources) for name in METRICS],
         findings=findings,
         cost=cost,
         sensor=sensor,
-        hardware=find_by_driver_name(opened.name) if opened and opened.is_gpu else None,
+        hardware=find_by_driver_name(own_device.name) if own_device and own_device.is_gpu else None,
         gpus=gpus,
     )
 
@@ -126,48 +127,49 @@ def _read_repeatedly(reader: Reader) -> tuple[list[Sample], dict[str, str], list
     """Return samples, reasons of failures, elapsed seconds of each read, and mean CPU seconds per read."""
     wall_s, samples = [], []
     failures: dict[str, str] = {}
-    cpu_s = time.thread_time()
+    start_cpu_s = time.thread_time()
     for _ in range(NUM_READS):
-        began_s = time.perf_counter()
-        sample, failed = reader.read()
-        wall_s.append(time.perf_counter() - began_s)
+        start_s = time.perf_counter()
+        sample, new_failures = reader.read()
+        wall_s.append(time.perf_counter() - start_s)
         samples.append(sample)
-        failures |= failed
+        failures |= new_failures
         time.sleep(READS_APART_S)
-    return samples, failures, wall_s, (time.thread_time() - cpu_s) / NUM_READS
+    return samples, failures, wall_s, (time.thread_time() - start_cpu_s) / NUM_READS
 
 
 def _sources_by_need(device: Device, samples: list[Sample], failures: Mapping[str, str]) -> dict[str, InputSource]:
+    """Return the source of each input in `READ`, from samples and the reasons of failed reads."""
     missing = [sentence.partition(": ")[::2] for sentence in device.not_measured]
 
-    def source(quantity: str, by: str, *fields: str) -> InputSource:
+    def of_fields(quantity: str, by: str, *fields: str) -> InputSource:
         if any(getattr(sample, field) is not None for sample in samples for field in fields):
             return InputSource(by=f"{device.kind}: {by}")
         reasons = [why for name, why in missing if name == quantity] + [failures[f] for f in fields if f in failures]
         return InputSource(why_not=f"{quantity}: {reasons[0] if reasons else f'not reported by device {device.kind}'}")
 
-    def gauge(quantity: str, by: str, why_not: str, *names: str) -> InputSource:
+    def of_gauge(quantity: str, by: str, why_not: str, *names: str) -> InputSource:
         if any(name in sample.gauges for sample in samples for name in names):
             return InputSource(by=f"{device.kind}: {by}")
         return InputSource(why_not=f"{quantity}: {failures.get('gauges', why_not)}")
 
-    def either(is_given: bool, by: str, why_not: str) -> InputSource:
-        return InputSource(by=f"{device.kind}: {by}") if is_given else InputSource(why_not=why_not)
+    def of_fact(is_reported: bool, by: str, why_not: str) -> InputSource:
+        return InputSource(by=f"{device.kind}: {by}") if is_reported else InputSource(why_not=why_not)
 
-    limit, throttle_reasons = device.power_limit_w, any(sample.throttled_by is not None for sample in samples)
-    none = f"not reported by device {device.kind}"
-    gpm = f"{none}; NVIDIA GPUs report their activity through GPM, from Hopper on"
+    limit, has_reasons = device.power_limit_w, any(sample.throttled_by is not None for sample in samples)
+    unreported = f"not reported by device {device.kind}"
+    no_gpm = f"{unreported}; NVIDIA GPUs report their activity through GPM, from Hopper on"
     return {
         "gpu": InputSource(by="") if device.is_gpu else InputSource(why_not=f"gpu: device {device.kind} is not a GPU"),
-        "memory": source("memory", "memory in use", "memory_bytes"),
-        "utilization": source("utilization", "share of time in which the device was busy", "utilization"),
-        "energy": source("energy", _method_text(device), "energy_j", "power_w", "power_average_w"),
-        "power": source("power", "power readings", "power_w"),
-        "power limit": either(bool(limit), f"power limit of {limit or 0:g} W", f"limit: {none}"),
-        "throttling": either(throttle_reasons, "reasons for lower clocks", f"throttling: {none}"),
-        "temperature": gauge("temperature", "temperature", none, "temperature_c"),
-        "clocks": gauge("clocks", "clocks", none, "sm_clock_hz"),
-        "activity": gauge("activity", "GPM", gpm, "sm_activity_ratio"),
+        "memory": of_fields("memory", "memory in use", "memory_bytes"),
+        "utilization": of_fields("utilization", "share of time in which the device was busy", "utilization"),
+        "energy": of_fields("energy", _method_text(device), "energy_j", "power_w", "power_average_w"),
+        "power": of_fields("power", "power readings", "power_w"),
+        "power limit": of_fact(bool(limit), f"power limit of {limit or 0:g} W", f"limit: {unreported}"),
+        "throttling": of_fact(has_reasons, "reasons for lower clocks", f"throttling: {unreported}"),
+        "temperature": of_gauge("temperature", "temperature", unreported, "temperature_c"),
+        "clocks": of_gauge("clocks", "clocks", unreported, "sm_clock_hz"),
+        "activity": of_gauge("activity", "GPM", no_gpm, "sm_activity_ratio"),
     }
 
 
@@ -177,12 +179,12 @@ def _method_text(device: Device) -> str:
     return ways.get(device.energy_method or "", "energy") + scope
 
 
-def _meter(device: Device) -> str:
+def _meter_text(device: Device) -> str:
     return f"{device.kind}: {_method_text(device)}"
 
 
 def _survey_node_power(config: Config, own: Device | None) -> tuple[list[Device], list[Finding]]:
-    """Read once each node sensor, which the agent of local rank 0 reads in addition to its device."""
+    """Read each meter of the node once, as the agent of local rank 0 does; return those that work, and findings."""
     if own is not None and own.simulated:
         return [], []
     devices, findings = [], []
@@ -203,14 +205,14 @@ def _survey_node_power(config: Config, own: Device | None) -> tuple[list[Device]
             continue
         devices.append(reader.device)
         note = f": {reader.device.energy_note}" if reader.device.energy_note else ""
-        findings.append(Finding(name, OK, f"{_meter(reader.device)}, {reader.device.name}{note}"))
+        findings.append(Finding(name, OK, f"{_meter_text(reader.device)}, {reader.device.name}{note}"))
     return devices, findings
 
 
 def _setting_source(config: Config, need: str) -> InputSource:
     variable, meaning = FROM_SETTINGS[need]
     value = getattr(config, next(row.field for row in VARIABLES if row.name == variable))
-    if value is None or (need in ("baseline", "profile") and not value):
+    if value is None or (need in ("baseline", "profile") and not value):  # 0 switches these off
         return InputSource(why_not=f"{need}: set {PREFIX}{variable} to {meaning}")
     return InputSource(by=f"{PREFIX}{variable}={value:g}")
 
@@ -234,8 +236,7 @@ def _driver_finding() -> Finding:
         reason = f"no NVIDIA driver answers ({error})"
         return Finding("driver", MISSING, reason, "without a GPU, the host is sampled")
     try:
-        versions = (pynvml.nvmlSystemGetDriverVersion(), pynvml.nvmlSystemGetNVMLVersion())
-        driver, library = map(text_of, versions)
+        driver, library = map(text_of, (pynvml.nvmlSystemGetDriverVersion(), pynvml.nvmlSystemGetNVMLVersion()))
         return Finding("driver", OK, f"NVIDIA {driver}, NVML {library}")
     except pynvml.NVMLError as error:
         return Finding("driver", BROKEN, f"NVML fails: {error}", "run nvidia-smi for details; reload the driver")

@@ -23,10 +23,9 @@ from effllm.devices._nvml_identity import text_of
 from effllm.sensor_profile.load import LoadUnavailable, TorchLoad
 
 LOAD_S, SETTLED_S = 5.0, 3.0  # of the load, and the time after which the clocks under load are read
-#: A smaller share of the best peer's rate is a difference.
-MIN_RATE = 0.95
-#: A link repeats a transfer now and then: so many errors more than those of the peers are a difference.
-MANY_ERRORS = 100
+MIN_RATE = 0.95  # a smaller share of the best peer's rate is a difference
+#: A link repeats a transfer now and then: a difference is more than these, and ten times the errors of any peer.
+MANY_ERRORS, MANY_TIMES = 100, 10
 NVLINKS = 18  # of a GPU
 
 
@@ -98,10 +97,8 @@ def _update_state(state: GpuState) -> None:
     state.sm_clock_max_mhz = _query(pynvml.nvmlDeviceGetMaxClockInfo, gpu, pynvml.NVML_CLOCK_SM)
     state.throttled_by = throttle_reasons(_query(pynvml.nvmlDeviceGetCurrentClocksEventReasons, gpu) or 0)
     state.temperature_c = _query(pynvml.nvmlDeviceGetTemperature, gpu, pynvml.NVML_TEMPERATURE_GPU)
-    limits_mw = (
-        _query(ask, gpu)
-        for ask in (pynvml.nvmlDeviceGetEnforcedPowerLimit, pynvml.nvmlDeviceGetPowerManagementDefaultLimit)
-    )
+    queries = pynvml.nvmlDeviceGetEnforcedPowerLimit, pynvml.nvmlDeviceGetPowerManagementDefaultLimit
+    limits_mw = (_query(query, gpu) for query in queries)
     state.power_limit_w, state.power_limit_default_w = (None if mw is None else mw / 1e3 for mw in limits_mw)
     errors = pynvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, pynvml.NVML_VOLATILE_ECC
     state.ecc_uncorrected = _query(pynvml.nvmlDeviceGetTotalEccErrors, gpu, *errors)
@@ -119,9 +116,10 @@ def _update_state(state: GpuState) -> None:
     state.processes = tuple(_process_text(process.pid) for process in processes)
 
 
-def _query(ask: Callable[..., Any], *arguments: Any) -> Any:
+def _query(query: Callable[..., Any], *arguments: Any) -> Any:
+    """Return the answer of a function of NVML; ``None`` for an error, as of a quantity that the GPU does not have."""
     try:
-        return ask(*arguments)
+        return query(*arguments)
     except (pynvml.NVMLError, UnicodeDecodeError):
         return None
 
@@ -148,10 +146,10 @@ def measure_under_load(gpus: Sequence[GpuState]) -> None:
             child.opened()
             gpu.load = child.name
             child.start_rates(LOAD_S)
-            is_state_read, settled_s = False, time.monotonic() + SETTLED_S
+            is_state_read, settled_monotonic_s = False, time.monotonic() + SETTLED_S
             while (rates := child.take_rates()) is None:
                 time.sleep(0.05)
-                if not is_state_read and time.monotonic() > settled_s:
+                if not is_state_read and time.monotonic() > settled_monotonic_s:
                     is_state_read = True
                     with suppress(pynvml.NVMLError), _open_nvml():
                         _update_state(gpu)
@@ -201,13 +199,14 @@ def _shown_facts(gpu: GpuState) -> Iterator[str]:
 
 
 def _faults_with_advice(gpu: GpuState, peers: Sequence[GpuState]) -> Iterator[tuple[str, str]]:
+    """Yield each fault of a GPU, or difference to its peers, and the advice for it."""
     if reasons := [reason for reason in gpu.throttled_by if reason not in FAULTLESS]:
         names = ", ".join(reasons).replace("_", " ")
         yield f"its clock is lowered ({names})", "check its cooling and its power supply"
     if gpu.ecc_uncorrected:
         yield "uncorrected memory errors", "drain the host, and reset the GPU"
     of_peers = max((peer.nvlink_errors or 0 for peer in peers), default=0)
-    if (gpu.nvlink_errors or 0) > 10 * of_peers + MANY_ERRORS:
+    if (gpu.nvlink_errors or 0) > MANY_TIMES * of_peers + MANY_ERRORS:
         yield "many more errors of its NVLinks than its peers have", "look at nvidia-smi nvlink -e, and reset the GPU"
     if gpu.pcie_width is not None and gpu.pcie_width < (gpu.pcie_width_max or 0):
         yield f"{gpu.pcie_width} of {gpu.pcie_width_max} PCIe lanes", _RESEAT

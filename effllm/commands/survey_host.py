@@ -94,11 +94,10 @@ def security_finding(config: Config) -> Finding:
         secret.read(path)
     except secret.SecretError as error:
         if not os.path.lexists(path):
+            text = f"{which}; the secret {path} does not exist yet; rank 0 will create it"
             advice = "if the hosts have no shared home folder, copy the secret to every host"
-            return Finding(
-                "security", MISSING, f"{which}; the secret {path} does not exist yet; rank 0 will create it", advice
-            )
-            # Without a usable secret, rank 0 of a job on one host creates a secret in a folder for temporary files.
+            return Finding("security", MISSING, text, advice)
+        # Without a usable secret, rank 0 of a job on one host creates a secret in a folder for temporary files.
         state = BROKEN if config.security == "curve" or config.endpoint else MISSING
         return Finding("security", state, f"{which}; {error}", "make the secret usable before a job on several hosts")
     return Finding("security", OK, f"{which}; only you can read the secret {path}")
