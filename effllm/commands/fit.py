@@ -47,8 +47,7 @@ DEADLINE_S = 900.0  # an operation takes 0.2 ms without a device; a model of 80 
 _ONE_RANK: dict[str, Any] = dict.fromkeys(("tp", "pp", "cp", "ep"), 1)
 _OPTIMIZERS = ("adamw", "sgd", "sgd-momentum")  # Adafactor of torch reads values, which fake tensors do not have
 _PRECISIONS = ("fp32", "bf16", "fp16", "bf16-mixed", "fp16-mixed")
-_STATUS = {DOES_NOT_FIT: 1, UNCLEAR: UNKNOWN}  # the exit status of the worst model
-
+_STATUS = {DOES_NOT_FIT: 1, UNCLEAR: UNKNOWN}  # exit statuses of verdicts, the worst first
 
 _MODELS = typer.Argument(metavar="MODEL...", help="config.json, folder, name of the table, Megatron script, or YAML.")
 _GPU = typer.Option(metavar="NAME", help="GPU, such as h100-80gb. [default: the GPUs of this machine]")
@@ -142,8 +141,8 @@ def main(
         width = shutil.get_terminal_size().columns if sys.stdout.isatty() else sys.maxsize
         for line in fit_lines(fits, memory):
             print(*wrapped(line, width), sep="\n")
-    words = {verdict(fit.main_estimate.total, memory.usable_bytes) for fit in fits} if memory is not None else set()
-    return next((status for word, status in _STATUS.items() if word in words), 0)
+    verdicts = {verdict(fit.main_estimate.total, memory.usable_bytes) for fit in fits} if memory is not None else set()
+    return next((status for name, status in _STATUS.items() if name in verdicts), 0)
 
 
 def _parameter_count(text: str) -> int | None:
@@ -175,19 +174,19 @@ def _fits_and_gpu(request: FitRequest) -> tuple[list[ModelFit], GpuMemory | None
     models = [source for source in sources if source.shape is not None]
     if not models:
         raise UnreadableModel(f"{request.models[0]} has only settings: also give a MODEL")
-    shared = {name: value for source in only_settings for name, value in source.settings.items()}
-    notes = tuple(note for source in only_settings for note in source.notes)
+    shared_settings = {name: value for source in only_settings for name, value in source.settings.items()}
+    shared_notes = tuple(note for source in only_settings for note in source.notes)
     planned = []
     for model in models:
         with _model_in_errors(model, only_settings):
-            planned.append(_plan_of(model, request, shared))
-    shown_count = max(plan.gpus for plan, *_ in planned) if request.gpu else request.gpus  # None: all that are here
-    gpu = _named_or_smallest_gpu(request.gpu, shown_count)
+            planned.append(_plan_of(model, request, shared_settings))
+    num_gpus = max(plan.gpus for plan, *_ in planned) if request.gpu else request.gpus  # None: all that are here
+    gpu = _named_or_smallest_gpu(request.gpu, num_gpus)
     fits = []
-    for model, (plan, settings, keeps_gpus) in zip(models, planned, strict=True):
+    for model, (plan, settings, states_gpus) in zip(models, planned, strict=True):
         with _model_in_errors(model, only_settings):
-            fit = _fit_of_plan(model, plan, settings, keeps_gpus, request, gpu)
-        fits.append(replace(fit, notes=(*fit.notes, *notes, *_notes_of_ignored(request, plan))))
+            fit = _fit_of_plan(model, plan, settings, states_gpus, request, gpu)
+        fits.append(replace(fit, notes=(*fit.notes, *shared_notes, *_notes_of_ignored(request, plan))))
     return fits, gpu
 
 
@@ -204,8 +203,7 @@ def _model_in_errors(model: FoundModel, settings: Sequence[FoundModel]) -> Itera
 def _notes_of_ignored(request: FitRequest, plan: MemoryPlan) -> Iterator[str]:
     if request.mode == INFERENCE:
         names = ("optimizer", "checkpointing", "accumulation", "lora_rank", "fused_loss", "zero", "sequence_parallel")
-        given = [name.replace("_rank", "").replace("_", "-") for name in names if request.settings.get(name)]
-        if given:
+        if given := [name.replace("_rank", "").replace("_", "-") for name in names if request.settings.get(name)]:
             yield f"no effect on inference: {', '.join(f'--{name}' for name in given)}"
     elif plan.zero and plan.shards == 1:
         yield f"ZeRO {plan.zero} divides nothing with one rank of data parallelism: give --gpus N"
@@ -214,18 +212,18 @@ def _notes_of_ignored(request: FitRequest, plan: MemoryPlan) -> Iterator[str]:
 def _plan_of(model: FoundModel, request: FitRequest, shared: dict[str, Any]) -> tuple[MemoryPlan, dict[str, Any], bool]:
     """Return the plan of a model, its settings, and whether these state the number of GPUs.
 
-    Settings are those of its file, of an accelerate YAML and of the options.
+    Settings are those of its file, of accelerate YAML files (``shared``) and of the options; the last of them counts.
     """
     given = request.settings
     settings = {**model.settings, **shared, **given}
-    gpus, batch = settings.pop("gpus", None), settings.pop("global_batch", None)
+    gpus, global_batch = settings.pop("gpus", None), settings.pop("global_batch", None)
     if request.gpus is not None or "dp" in given:  # then the number in the file does not count
         gpus = request.gpus
     plan = _with_num_gpus(MemoryPlan(**settings), gpus, "dp" in settings)
     if "lora_targets" in given and not plan.lora_rank:
         raise ImpossiblePlan("--lora-targets needs --lora RANK")
-    if batch and "accumulation" not in settings:
-        plan = replace(plan, accumulation=max(batch // max(plan.micro_batch * plan.dp, 1), 1))
+    if global_batch and "accumulation" not in settings:
+        plan = replace(plan, accumulation=max(global_batch // max(plan.micro_batch * plan.dp, 1), 1))
     return plan, settings, gpus is not None
 
 
@@ -233,10 +231,11 @@ def _fit_of_plan(
     model: FoundModel,
     plan: MemoryPlan,
     settings: dict[str, Any],
-    keeps_gpus: bool,
+    states_gpus: bool,
     request: FitRequest,
     gpu: GpuMemory | None,
 ) -> ModelFit:
+    """Return the estimates of a plan; if it is too large for the GPU, with the changes with which it fits."""
     assert model.shape is not None
     if request.with_measurement and sys.stderr.isatty():
         print(f"measuring a step of {one_line(model.shape.name)} with fake tensors: some 20 s", file=sys.stderr)
@@ -246,7 +245,7 @@ def _fit_of_plan(
     main_estimate = training or inference
     assert main_estimate is not None
     is_too_large = gpu is not None and verdict(main_estimate.total, gpu.usable_bytes) != FITS
-    changes = fitting_changes(main_estimate, gpu.usable_bytes, keeps_gpus=keeps_gpus) if gpu and is_too_large else []
+    changes = fitting_changes(main_estimate, gpu.usable_bytes, keeps_gpus=states_gpus) if gpu and is_too_large else []
     notes = (*model.notes, *(measured.notes if measured else ()))
     return ModelFit(model.source, notes, inference, training, tuple(changes), measured)
 
@@ -257,12 +256,12 @@ def _with_num_gpus(plan: MemoryPlan, gpus: int | None, is_dp_given: bool) -> Mem
         return plan
     if not 1 <= gpus <= MAX_GPUS:
         raise ImpossiblePlan(f"{gpus:,} GPUs: a number from 1 to {MAX_GPUS:,} is possible")
-    model = plan.tp * plan.pp * plan.cp
-    if gpus % model:
-        raise ImpossiblePlan(f"TP x PP x CP = {model} does not divide {gpus} GPUs")
-    if is_dp_given and plan.dp * model != gpus:
-        raise ImpossiblePlan(f"TP x PP x CP x DP = {plan.dp * model}, but --gpus is {gpus}")
-    return replace(plan, dp=gpus // model)
+    copy_gpus = plan.tp * plan.pp * plan.cp  # the GPUs of one copy of the model
+    if gpus % copy_gpus:
+        raise ImpossiblePlan(f"TP x PP x CP = {copy_gpus} does not divide {gpus} GPUs")
+    if is_dp_given and plan.dp * copy_gpus != gpus:
+        raise ImpossiblePlan(f"TP x PP x CP x DP = {plan.dp * copy_gpus}, but --gpus is {gpus}")
+    return replace(plan, dp=gpus // copy_gpus)
 
 
 def _serving_plan(plan: MemoryPlan, settings: dict[str, Any]) -> MemoryPlan:
@@ -278,15 +277,12 @@ def _serving_plan(plan: MemoryPlan, settings: dict[str, Any]) -> MemoryPlan:
     )  # fmt: skip
 
 
-# --- a step, measured with fake tensors: no GPU and no weights ---
-
-
 class CannotMeasure(ValueError):
     """A plan or a model of which no step can be measured, with the reason."""
 
 
 def measure(config: Mapping[str, Any] | None, plan: MemoryPlan) -> MeasuredStep:
-    """Return the bytes of a training step of one rank, before ZeRO divides its tensors.
+    """Return the bytes of a training step of one rank, before ZeRO divides its tensors; no GPU and weights are needed.
 
     `effllm.memory.measure_child` builds the model, with the adapters of PEFT, and trains it.
     """
@@ -302,7 +298,7 @@ def measure(config: Mapping[str, Any] | None, plan: MemoryPlan) -> MeasuredStep:
 def _check_measurable(config: Mapping[str, Any] | None, plan: MemoryPlan) -> None:
     if config is None or not (architecture_of(config) or config.get("model_type")):
         raise CannotMeasure("--measure needs a config of Hugging Face with architectures or a model_type")
-    if plan != replace(plan, fused_loss=False, implementation="transformers", **_ONE_RANK):
+    if plan != replace(plan, fused_loss=False, implementation="transformers", **_ONE_RANK):  # any of these differs
         raise CannotMeasure(
             "--measure is for one rank with the kernels of transformers: no TP, PP, CP, EP or fused loss"
         )

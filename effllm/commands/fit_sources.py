@@ -53,7 +53,7 @@ def find_source(text: str, sizes: StatedSizes = NONE_STATED) -> FoundModel:
     """Return the model of an argument; ``sizes`` are those of the options, for what the file does not state."""
     if not text.strip():
         raise UnreadableModel("MODEL is empty: give a file, a folder or a name")
-    if "--num-layers" in text:
+    if "--num-layers" in text:  # the text is a command line of Megatron
         try:
             return _model_of_megatron(text, sizes.vocab, "arguments", "arguments")
         except WrongModel as error:
@@ -70,13 +70,13 @@ def find_source(text: str, sizes: StatedSizes = NONE_STATED) -> FoundModel:
     if model := find_variant(text):
         note = f"{text} is taken as a variant of {model.name}, with the same sizes: otherwise give its config.json"
         return FoundModel(model.shape, f"table: {model.source}", (*model.notes, note), config=model.config)
-    near = ", ".join(similar_names(text))
+    names = ", ".join(similar_names(text))
     if "/" in text and not text.startswith(("/", ".")):
         raise UnreadableModel(
             f"{text} is not in the table, and nothing is downloaded: download config.json of this model, and give the "
-            f"path of that file. Names of the table near to it: {near}"
+            f"path of that file. Names of the table near to it: {names}"
         )
-    raise UnreadableModel(f"there is no file {text}, and no model of this name in the table: {near}")
+    raise UnreadableModel(f"there is no file {text}, and no model of this name in the table: {names}")
 
 
 def _model_of_file(path: Path, sizes: StatedSizes) -> FoundModel:
@@ -119,25 +119,26 @@ def _model_of_json(path: Path, text: str, sizes: StatedSizes) -> FoundModel:
 
 def _shape_of_config(fields: dict[str, Any], name: str, sizes: StatedSizes) -> ModelShape:
     """Return the shape of a config, with the parameters of the model that transformers builds, if it is installed."""
-    wrong: WrongModel | None = None
+    formula_error: WrongModel | None = None
     try:
         shape = read_config(fields, name)
     except WrongModel as error:  # the formulas have other rules than the class of the model
-        shape, wrong, reason = None, error, str(error)
-    invalid = None if isinstance(wrong, UnknownArchitecture) else wrong
-    if wrong is not invalid and sizes.parameters is not None:
+        shape, formula_error, reason = None, error, str(error)
+    is_unknown = isinstance(formula_error, UnknownArchitecture)
+    config_error = None if is_unknown else formula_error
+    if is_unknown and sizes.parameters is not None:
         return stated_model(name, str(fields.get("model_type") or ""), sizes.parameters, sizes.active_parameters)
     if not can_count():
-        if invalid is not None:
-            raise invalid
+        if config_error is not None:
+            raise config_error
         if shape is None:
             raise UnknownModel(f"{reason}: pip install 'effllm[fit]' counts its parameters, or give --params N")
         return shape
     try:
         counted = count_model(fields, name)
     except NoAnswer as error:
-        if invalid is not None:
-            raise invalid from None
+        if config_error is not None:
+            raise config_error from None
         if shape is None:
             raise UnknownModel(f"{reason}, and {error}: give --params N") from None
         return replace(shape, notes=(*shape.notes, f"by formulas, because {error}"))
@@ -163,25 +164,25 @@ def _model_of_yaml(path: Path, text: str, sizes: StatedSizes) -> FoundModel:
         fields = load_yaml(text)
     except yaml.YAMLError as error:
         raise UnreadableModel(f"{path} is not YAML: {error}") from None
-    system, key = system_of(fields) if isinstance(fields, dict) else ("", "")
+    system, key = system_of(fields) if isinstance(fields, dict) else ("", "")  # the key with the name of the model
     if not system:
         raise UnreadableModel(
             f"{path} is neither of LLaMA-Factory (model_name_or_path), axolotl (base_model) or ms-swift (model and "
             "max_length) nor of accelerate (distributed_type)"
         )
-    if not key:
-        inner = fields.get("deepspeed_config")
-        named = inner.get("deepspeed_config_file") if isinstance(inner, dict) else None
-        settings, notes = read_yaml(system, fields, _read_deepspeed_file(path, str(named)) if named else None)
+    if not key:  # accelerate: only settings
+        deepspeed = fields.get("deepspeed_config")
+        file = deepspeed.get("deepspeed_config_file") if isinstance(deepspeed, dict) else None
+        settings, notes = read_yaml(system, fields, _read_deepspeed_file(path, str(file)) if file else None)
         return FoundModel(None, str(path), tuple(notes), settings)
     settings, notes = read_yaml(system, fields, _deepspeed_config(path, fields.get("deepspeed")))
     named = fields[key]
     if not isinstance(named, str) or not named.strip():
         raise UnreadableModel(f"{path}: {key} is {named!r}: give a name of the table, or a path")
-    beside = path.parent / named
-    if beside.suffix in (".yaml", ".yml"):
+    model_path = path.parent / named
+    if model_path.suffix in (".yaml", ".yml"):
         raise UnreadableModel(f"{path}: {key} is {named}, which is not a model: give a name of the table, or a path")
-    model = find_source(str(beside) if beside.exists() else named, sizes)
+    model = find_source(str(model_path) if model_path.exists() else named, sizes)
     return FoundModel(model.shape, f"{path}, {model.source}", (*model.notes, *notes), settings, model.config)
 
 
