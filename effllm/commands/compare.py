@@ -72,8 +72,7 @@ def main(
     as_latex: Annotated[bool, typer.Option("--latex", help="Print the table of configurations for LaTeX.")] = False,
     as_csv: Annotated[bool, typer.Option("--csv", help="Print the table of configurations with all digits.")] = False,
     paper: Annotated[
-        bool,
-        typer.Option("--paper", help="Print the table of the EfficientLLM paper, with its score."),
+        bool, typer.Option("--paper", help="Print the table of the EfficientLLM paper, with its score.")
     ] = False,
 ) -> int:
     """Print a comparison, or only the table of configurations; return the exit status."""
@@ -98,8 +97,8 @@ def main(
     if form == "json":
         print(document(page))
     elif form == "markdown":
-        before = [] if table is None else [configurations_text.markdown(table)]
-        print(*before, markdown(page), sep="\n\n")
+        tables = [] if table is None else [configurations_text.markdown(table)]
+        print(*tables, markdown(page), sep="\n\n")
     else:
         if table is not None and table.metrics:
             configurations_text.print_table(table, console)
@@ -151,7 +150,7 @@ def comparison_page(
     metrics = compared_metrics(names)
     runs_folder = runs or read_config(process_environ()).run_dir
     (first, *others), left_out = find_sides(sides, by, runs_folder, baseline)
-    # All answers together are right at the level of the comparison.
+    # Bonferroni: the probability that any of the answers is wrong is at most ALPHA.
     alpha = ALPHA / max(len(conditions) * len(others), 1)
     compared = []
     for side in others:

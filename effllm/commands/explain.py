@@ -37,8 +37,7 @@ from effllm.records.events import KINDS, Kind
 from effllm.records.verdict import CAUSES, PARTS
 
 WIDTH = 80
-#: Short names of metrics on screens.
-_ON_SCREENS = {
+_ON_SCREENS = {  # short names of metrics on screens
     "goodput": "goodput_ratio",
     "j/token": "joules_per_token",
     "j/tok": "joules_per_token",
@@ -97,16 +96,17 @@ def _entries_named(entries: Sequence[Entry], name: str) -> list[Entry]:
     as on the screens: AMU for amu_gb.
     """
     exact = [entry for entry in entries if entry.name.lower() == name.lower()]
-    if any("/" in entry.name for entry in exact):
+    if any("/" in entry.name for entry in exact):  # a whole tag names one metric
         return exact
-    words = name.lower().replace("-", "_").replace(" ", "_")
-    words = _ON_SCREENS.get(words) or words.rpartition("/")[2]
-    same = [row for row in entries if words in (_ending(row.name), _ending(row.name.removeprefix(PREFIX)), row.metric)]
-    of_metrics = [entry for entry in entries if entry.metric.startswith(f"{words}_")]
-    return list(dict.fromkeys([*exact, *same, *of_metrics])) or [*_columns_named(name)] or [*_gpu_named(name)]
+    key = name.lower().replace("-", "_").replace(" ", "_")
+    key = _ON_SCREENS.get(key) or key.rpartition("/")[2]
+    same = [row for row in entries if key in (_ending(row.name), _ending(row.name.removeprefix(PREFIX)), row.metric)]
+    without_unit = [entry for entry in entries if entry.metric.startswith(f"{key}_")]
+    return list(dict.fromkeys([*exact, *same, *without_unit])) or [*_columns_named(name)] or [*_gpu_named(name)]
 
 
 def _ending(name: str) -> str:
+    """Return the last part of a tag, in small letters."""
     return name.lower().rpartition("/")[2]
 
 

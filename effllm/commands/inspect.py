@@ -55,8 +55,7 @@ MAX_VERDICT = 300  # letters of a line of the verdict, and of a name
 MAX_SHOWN = 5  # lines of code
 MAIL_LINES, MAIL_WIDTH, BAR_LETTERS = 15, 78, 40  # of the text for a user
 _MAX_NAMED_HOSTS = 4  # hosts in this text
-#: Fields with explanations; other texts are names.
-_EXPLANATIONS = ("evidence", "claim", "unknown", "doubts")
+_EXPLANATIONS = ("evidence", "claim", "unknown", "doubts")  # fields with explanations; other texts are names
 
 
 def main(
@@ -88,11 +87,8 @@ def main(
         print(mail_text(summary), end="")
         return 0
     if summary.waterfall is None:
-        return complain(
-            "inspect",
-            f"{path} has no waterfall: no rank had reported any time when it was written; see again in a minute",
-            1,
-        )
+        problem = f"{path} has no waterfall: no rank had reported any time when it was written; see again in a minute"
+        return complain("inspect", problem, 1)
     if as_json:
         print(_short_json(_document(summary, summary.waterfall)))
     else:
@@ -101,19 +97,20 @@ def main(
 
 
 def _write_stacks(folder: Path, to: Path) -> int:
-    """Write the stacks of all recordings, with their samples, in the lines of flamegraph.pl and speedscope."""
-    samples: Counter[str] = Counter()
+    """Write each recorded stack with its number of samples in a line, the form of flamegraph.pl and speedscope."""
+    samples: Counter[str] = Counter()  # by stack
     path, ranks = folder / STACKS_FILE, set()
-    lines = JsonLines([file for file in (folder / f"{STACKS_FILE}.1", path) if file.exists()] or [path], RecordedStacks)
+    files = [file for file in (folder / f"{STACKS_FILE}.1", path) if file.exists()] or [path]  # a missing file raises
+    recordings = JsonLines(files, RecordedStacks)
     try:
-        for recorded in lines:
+        for recorded in recordings:
             if problem := version_error(recorded.schema_version):
                 return complain("inspect", f"{path} cannot be read: {problem}", 1)
             ranks.add(recorded.rank)
             for stack, count in recorded.stacks.items():
                 samples[f"rank {recorded.rank};{one_line(stack)}"] += count
-        if lines.num_skipped:  # after a killed aggregator, or on a full disk
-            complain("inspect", f"{path}: {count_text(lines.num_skipped, 'line')} cannot be read")
+        if recordings.num_skipped:  # after a killed aggregator, or on a full disk
+            complain("inspect", f"{path}: {count_text(recordings.num_skipped, 'line')} cannot be read")
         if not samples:
             return complain("inspect", f"{path} has no stacks", 1)
         text = "".join(f"{stack} {count}\n" for stack, count in samples.items())
@@ -141,7 +138,7 @@ def _document(summary: Summary, waterfall: Waterfall) -> dict[str, Any]:
 
 
 def _host_document(summary: Summary) -> dict[str, Any] | None:
-    """Return the first lines of code of the verdict's loss."""
+    """Return the lines of code with the most samples of the loss that the verdict names, or ``None``."""
     cause = summary.verdict.cause if summary.verdict else ""
     if summary.host is None or cause not in KINDS:
         return None
@@ -151,28 +148,28 @@ def _host_document(summary: Summary) -> dict[str, Any] | None:
 
 
 def _short_json(document: dict[str, Any]) -> str:
-    """Return a document as JSON of at most `MAX_BYTES`, with every name and number."""
-    whole = {name: _cut(document.pop(name), MAX_VERDICT) for name in ("run", "verdict")}
+    """Return a document as JSON of at most `MAX_BYTES`: all numbers, and explanations as long as there is room."""
+    run_and_verdict = {name: _cut(document.pop(name), MAX_VERDICT) for name in ("run", "verdict")}
     text = ""
     for letters in MAX_LETTERS:
-        fields = {**whole, **{name: _cut(value, MAX_VERDICT, letters) for name, value in document.items()}}
+        fields = {**run_and_verdict, **{name: _cut(value, MAX_VERDICT, letters) for name, value in document.items()}}
         text = json.dumps(fields, allow_nan=False, separators=(",", ":"))
         if len(text) <= MAX_BYTES:
             break
     return text
 
 
-def _cut(value: Any, letters: int, of_explanations: int = MAX_VERDICT) -> Any:
-    """Return a document with numbers of 6 digits, and with texts and explanations of so many letters."""
+def _cut(value: Any, letters: int, explanation_letters: int = MAX_VERDICT) -> Any:
+    """Return a document with numbers of 6 digits, and with texts and explanations of at most so many letters."""
     if isinstance(value, float):
         return float(f"{value:.6g}")
     if isinstance(value, str) and len(value) > letters:
         return value[: letters - 3] + "..."
     if isinstance(value, dict):
-        limits = {name: of_explanations if name in _EXPLANATIONS else letters for name in value}
-        return {name: _cut(item, limits[name], of_explanations) for name, item in value.items()}
+        limits = {name: explanation_letters if name in _EXPLANATIONS else letters for name in value}
+        return {name: _cut(item, limits[name], explanation_letters) for name, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_cut(item, letters, of_explanations) for item in value]
+        return [_cut(item, letters, explanation_letters) for item in value]
     return value
 
 
@@ -203,7 +200,7 @@ def _print_waterfall(summary: Summary, waterfall: Waterfall) -> None:
 
 
 def host_lines(host: HostTime, cause: str, data_share: float = 0.0) -> Iterator[str]:
-    """Yield the first lines of code of a loss; nothing for a loss to which no samples belong, or a healthy job.
+    """Yield a heading and the lines of code with the most samples of a loss; nothing with less than `MIN_SAMPLES`.
 
     ``data_share`` is the share of the time that is a wait for data.
     """
@@ -211,33 +208,33 @@ def host_lines(host: HostTime, cause: str, data_share: float = 0.0) -> Iterator[
     if samples < MIN_SAMPLES:
         return
     is_worker = is_of_worker(host, cause)
-    of = f" of {host.samples:,}" if samples < host.samples and not is_worker else ""
+    of_all = f" of {host.samples:,}" if samples < host.samples and not is_worker else ""
     torn = f" ({host.torn:,} torn)" if host.torn and not is_worker else ""
     who = "a DataLoader worker" if is_worker else "the host"
     ranks = list(host.by_rank)
     of_ranks = f"rank {ranks[0]}" if len(ranks) == 1 else f"{len(ranks)} ranks"
-    yield f"where {who} was, in {samples:,}{of} samples of {of_ranks}{torn}:"
+    yield f"where {who} was, in {samples:,}{of_all} samples of {of_ranks}{torn}:"
     for line, function, count in lines[:MAX_SHOWN]:
-        least, most = (100 * share for share in share_interval(count, samples))
+        low, high = (100 * share for share in share_interval(count, samples))
         place = f"{function}, called in {line}" if function else line
-        yield f"{100 * count / samples:4.0f} % ({least:.0f} to {most:.0f})  {one_line(place)}"
+        yield f"{100 * count / samples:4.0f} % ({low:.0f} to {high:.0f})  {one_line(place)}"
 
 
 def mail_text(summary: Summary) -> str:
     """Return a text of at most `MAIL_LINES` lines; the explanation of the verdict is cut if it is too long."""
     lines = [text[:MAIL_WIDTH] for text in _mail_lines(summary)]
     if (verdict := summary.verdict) is not None:
-        following = _wrapped_lines("Next", verdict.next, 2)
+        next_lines = _wrapped_lines("Next", verdict.next, 2)
         lines += _wrapped_lines("Verdict", verdict.text, 1)
-        lines += [*_wrapped_lines("Why", verdict.why, MAIL_LINES - len(lines) - len(following)), *following]
+        lines += [*_wrapped_lines("Why", verdict.why, MAIL_LINES - len(lines) - len(next_lines)), *next_lines]
     return "".join(f"{line}\n" for line in lines)
 
 
-def _wrapped_lines(name: str, text: str, count: int) -> list[str]:
-    whole = f"{name}: {one_line(text)}" if text else ""
-    return (
-        textwrap.wrap(whole, MAIL_WIDTH, subsequent_indent="  ", max_lines=count, placeholder=" …") if count > 0 else []
-    )
+def _wrapped_lines(name: str, text: str, max_lines: int) -> list[str]:
+    if max_lines < 1 or not text:
+        return []
+    named = f"{name}: {one_line(text)}"
+    return textwrap.wrap(named, MAIL_WIDTH, subsequent_indent="  ", max_lines=max_lines, placeholder=" …")
 
 
 def _mail_lines(summary: Summary) -> Iterator[str]:
@@ -260,9 +257,9 @@ def _mail_lines(summary: Summary) -> Iterator[str]:
             yield _share_bar(name, value.value)
     if (memory := value_of(summary, "peak_gb")) is not None:
         yield f"Memory: at most {readable(memory.value)} GB on a device"
-    loss, energy = summary.waterfall, summary.energy.measured_joules
-    if loss is not None and loss.unit == OF_GPUS:
-        hours, wasted = (readable(seconds / 3600) for seconds in (loss.device_seconds, loss.avoidable_seconds))
+    waterfall, energy = summary.waterfall, summary.energy.measured_joules
+    if waterfall is not None and waterfall.unit == OF_GPUS:
+        hours, wasted = readable(waterfall.device_seconds / 3600), readable(waterfall.avoidable_seconds / 3600)
         yield f"GPU-hours: {hours}, of which {wasted} were avoidable losses (parts: effllm inspect)"
     if energy is not None:
         watts = value_of(summary, "watts_per_gpu")

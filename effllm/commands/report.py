@@ -50,7 +50,7 @@ def main(
             too_many = f"{len(all_runs):,} runs were found, and a report has at most {MAX_RUNS}: name fewer runs"
             return complain("report", too_many, 1)
         folders = [run.folder for run in all_runs]
-        # Several arguments are the sides; of one, such as a campaign, each run is a side.
+        # Each argument is a side; if there is only one, such as a campaign, each of its runs is a side.
         compared = _comparison(list(runs) if len(runs) > 1 else list(map(str, folders)), by, len(folders))
         read = read_runs(folders)
         page = report_html(read, compared).encode()
@@ -67,14 +67,14 @@ def main(
     return 0
 
 
-def _comparison(arguments: list[str], by: str, count: int) -> ComparedRuns:
+def _comparison(arguments: list[str], by: str, num_runs: int) -> ComparedRuns:
     """Return the comparison of several runs, or of configurations if a run has the tag ``config``."""
-    if count < 2:
+    if num_runs < 2:
         return ComparedRuns()
     try:
         sides, _ = find_configurations(arguments, by, read_config(process_environ()).run_dir)
         names = {run.folder: side.name for side in sides for run in side.runs}
-        if len(names) == len(sides):  # each run is a configuration
+        if len(names) == len(sides):  # each configuration has one run
             return ComparedRuns(comparison_page(arguments))
         table = configurations(sides, is_paper=False)
         return ComparedRuns(comparison_page(arguments, by=by or CONFIGURATION), table, names)

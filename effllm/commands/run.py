@@ -101,13 +101,13 @@ def _is_first_rank() -> bool:
 
 
 def _without_own_frames(error: BaseException, trace: TracebackType | None) -> TracebackType | None:
-    """Return the traceback, also of the error, from the first frame of the script on."""
-    cut = trace
-    while cut is not None and cut.tb_frame.f_code is not _run_measured.__code__:
-        cut = cut.tb_next
-    if cut is None:
+    """Remove the frames of this module and of runpy from a traceback and its error; return the frames of the script."""
+    entry = trace
+    while entry is not None and entry.tb_frame.f_code is not _run_measured.__code__:
+        entry = entry.tb_next
+    if entry is None:
         return trace  # an exception in another thread, or in effllm
-    while cut is not None and cut.tb_frame.f_globals.get("__name__") in ("runpy", __name__):
-        cut = cut.tb_next
-    error.__traceback__ = cut
-    return cut
+    while entry is not None and entry.tb_frame.f_globals.get("__name__") in ("runpy", __name__):
+        entry = entry.tb_next
+    error.__traceback__ = entry
+    return entry

@@ -19,9 +19,8 @@ from effllm.store import csv_file
 from effllm.views.text.numbers import readable
 
 WIDTH = 80
-MAX_CELL = 40
-#: Maximum number of rows of a table for people; --csv and --json print all rows.
-MAX_ROWS = 1000
+MAX_CELL, MAX_SKIPPED = 40, 5  # letters of a value; printed names of skipped files
+MAX_ROWS = 1000  # of a table for people; --csv and --json print all rows
 
 
 def print_query(runs: Sequence[str], query: str, form: str) -> int:
@@ -40,9 +39,9 @@ def print_query(runs: Sequence[str], query: str, form: str) -> int:
 
 
 def _warn_of_skipped(runs: Runs) -> None:
-    for path, reason in runs.skipped[:5]:
+    for path, reason in runs.skipped[:MAX_SKIPPED]:
         complain("runs", f"skipped {path}: {reason}")
-    if (more := len(runs.skipped) - 5) > 0:
+    if (more := len(runs.skipped) - MAX_SKIPPED) > 0:
         complain("runs", f"skipped {more} more files")
 
 
@@ -88,7 +87,7 @@ def _print_text(result: QueryResult) -> None:
 
 
 def _tables_of_width(headers: list[str], cells: list[list[str]], are_numbers: list[bool]) -> Iterator[list[str]]:
-    """Yield the lines of tables of at most `WIDTH` letters; further columns follow in further tables."""
+    """Yield tables, each as lines of at most `WIDTH` letters; further columns follow in further tables."""
     widths = [max(map(len, column)) for column in zip(headers, *cells, strict=True)]
     pad = [str.rjust if is_number else str.ljust for is_number in are_numbers]
     start = 0
@@ -97,10 +96,9 @@ def _tables_of_width(headers: list[str], cells: list[list[str]], are_numbers: li
         while end < len(headers) and used + 2 + widths[end] <= WIDTH:
             used += 2 + widths[end]
             end += 1
-        part = range(start, end)
-        lines = [headers, ["-" * width for width in widths], *cells]
-        texts = ["  ".join(pad[at](row[at], widths[at]) for at in part).rstrip() for row in lines]
-        yield texts + [""] * (end < len(headers))
+        rows = [headers, ["-" * width for width in widths], *cells]
+        lines = ["  ".join(pad[i](row[i], widths[i]) for i in range(start, end)).rstrip() for row in rows]
+        yield lines + [""] * (end < len(headers))  # an empty line before the next table
         start = end
 
 
@@ -109,7 +107,8 @@ def _text_cell(value: Any, letters: int) -> str:
     if value is None or isinstance(value, float):
         return readable(value)
     text = one_line(value if isinstance(value, str) else json.dumps(value, default=str, ensure_ascii=False))
-    text = text[1:-1] if not isinstance(value, (str, list, dict)) and text.startswith('"') else text
+    if not isinstance(value, (str, list, dict)) and text.startswith('"'):
+        text = text[1:-1]  # the quotation marks of JSON around a date or time
     return text if len(text) <= letters else text[: letters - 1] + "…"
 
 

@@ -53,7 +53,7 @@ from effllm.views.text.numbers import J_PER_KWH, count_text, readable, rounded_u
 
 WIDTH = 80
 _ID_WIDTH = len("20260101-120000-1a2b3c4d")  # letters of a run_id
-MIN_GROUP, MAX_LOSS = 10, 24  # letters
+MIN_GROUP, MAX_LOSS = 10, 24  # letters of a group, and of the name of a loss
 MAX_ROWS, MAX_SKIPPED = 40, 5  # on a terminal or in a text
 MIN_ROWS = 3  # on a terminal, the table of totals has as many rows as fit on one screen
 #: Columns that a narrow table leaves out, in this order.
@@ -159,7 +159,7 @@ def _print_totals(sums: Totals, by: str, form: str) -> None:
         console = _console()
         count = min(len(sums.rows), MAX_ROWS)
         if sys.stdout.isatty():
-            while count > MIN_ROWS and _lines_of_totals(sums, by, count, console.width) >= console.height:
+            while count > MIN_ROWS and _num_lines_of_totals(sums, by, count, console.width) >= console.height:
                 count -= 1
         _print_totals_table(console, sums, by, count)
 
@@ -172,37 +172,38 @@ def _print_csv(names: Sequence[str], rows: Iterable[Sequence[Any]]) -> None:
     writer = csv.writer(sys.stdout, lineterminator="\n")
     writer.writerow(names)
     for row in rows:
-        texts = (" ".join(value) if isinstance(value, tuple) else value for value in row)
-        writer.writerow([csv_file.cell(cell) if isinstance(cell, str) and cell != NOTHING else cell for cell in texts])
+        cells = (" ".join(value) if isinstance(value, tuple) else value for value in row)
+        writer.writerow([csv_file.cell(cell) if isinstance(cell, str) and cell != NOTHING else cell for cell in cells])
 
 
-def _lines_of_totals(sums: Totals, by: str, count: int, width: int) -> int:
-    """Return the number of lines of the table of totals, with its notes, on a terminal."""
+def _num_lines_of_totals(sums: Totals, by: str, count: int, width: int) -> int:
+    """Return the number of lines of the table with the first ``count`` groups, and of its notes, on a terminal."""
     text = io.StringIO()
     _print_totals_table(Console(file=text, width=width, highlight=False), sums, by, count)
     return sum(max(math.ceil(cell_len(line) / width), 1) for line in text.getvalue().splitlines())
 
 
 def _print_totals_table(console: Console, sums: Totals, by: str, count: int) -> None:
-    everything = [*sums.rows[:count], sums.total]
+    rows = [*sums.rows[:count], sums.total]
     columns = {
-        "runs": [f"{row.runs:,}" for row in everything],
-        "GPU-h": ["≥" * bool(row.without_hours or row.killed) + readable(row.gpu_hours) for row in everything],
-        "wasted": [readable(None if row.goodput_ratio is None else row.wasted_gpu_hours) for row in everything],
-        "goodput": [_percent_text(row.goodput_ratio) for row in everything],
-        "kWh": [_kwh_text(row.joules, is_part=row.incomplete > 0) for row in everything],
-        "±": [_energy_error_text(row) for row in everything],
-        "cost": [f"{readable(_cost_of_group(row))} {row.currency}".strip() for row in everything],
-        "kg CO2": [readable(row.co2_kg) for row in everything],
-        "slow in": [f"{row.slow_runs:,}" if by == "node" else "-" for row in everything],
-        "largest loss": [_cut((row.cause or "-").replace("_", " ")) for row in everything],
+        "runs": [f"{row.runs:,}" for row in rows],
+        "GPU-h": ["≥" * bool(row.without_hours or row.killed) + readable(row.gpu_hours) for row in rows],
+        "wasted": [readable(None if row.goodput_ratio is None else row.wasted_gpu_hours) for row in rows],
+        "goodput": [_percent_text(row.goodput_ratio) for row in rows],
+        "kWh": [_kwh_text(row.joules, is_part=row.incomplete > 0) for row in rows],
+        "±": [_energy_error_text(row) for row in rows],
+        "cost": [f"{readable(_cost_of_group(row))} {row.currency}".strip() for row in rows],
+        "kg CO2": [readable(row.co2_kg) for row in rows],
+        "slow in": [f"{row.slow_runs:,}" if by == "node" else "-" for row in rows],
+        "largest loss": [_cut((row.cause or "-").replace("_", " ")) for row in rows],
     }
-    shown = _print_columns(console, by, [row.group for row in everything], columns, _SPARE_OF_TOTALS, MIN_GROUP)
+    shown = _print_columns(console, by, [row.group for row in rows], columns, _SPARE_OF_TOTALS, MIN_GROUP)
     for line in _totals_notes(sums, shown, count):
         console.print(Text(line), soft_wrap=True)
 
 
 def _totals_notes(sums: Totals, columns: Collection[str], count: int) -> Iterator[str]:
+    """Yield the notes below a table with some columns and the first ``count`` groups."""
     total = sums.total
     if (more := len(sums.rows) - count) > 0:
         yield f"{more:,} more groups: --csv and --json print all groups"
@@ -231,11 +232,14 @@ def _print_columns(
 ) -> Collection[str]:
     """Print a table without columns that are unknown for all; return those that are shown.
 
-    If the table is too wide, columns are left out in the order of ``dispensable``; the first column is folded at
+    While the table is too wide, the next column of ``dispensable`` is left out; the first column is folded at
     ``min_width``.
     """
     columns = {name: cells for name, cells in columns.items() if set(cells) - {"-"}}
-    left_out = [name for name in dispensable if min_width + _width(columns) > console.width and columns.pop(name, [])]
+    spare, left_out = [name for name in dispensable if name in columns], []
+    while spare and min_width + _width(columns) > console.width:
+        left_out.append(spare.pop(0))
+        del columns[left_out[-1]]
     table = Table(box=None, pad_edge=False)
     table.add_column(first, overflow="fold", min_width=min_width)
     for name in columns:
