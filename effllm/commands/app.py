@@ -29,14 +29,14 @@ class _Commands(typer.core.TyperGroup):
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
-        # The names are known, for "Did you mean"; the command is made when it is called.
+        # Every name is listed, for "Did you mean"; None: the command is made when it is called.
         self.commands: Any = dict.fromkeys(self.list_commands(None)) | self.commands
 
     def list_commands(self, _ctx: Any) -> list[str]:
         return [name for _, names in BLOCKS for name in names]
 
     def get_command(self, _ctx: Any, name: str) -> Any:
-        return self.commands[name] or _load_command(name) if name in self.commands else None
+        return (self.commands[name] or _load_command(name)) if name in self.commands else None
 
     def format_commands(self, _ctx: Any, formatter: Any) -> None:
         for title, names in BLOCKS:
@@ -193,6 +193,6 @@ def top(
     """
     from effllm.commands import top as command
 
-    words = ("--endpoint", endpoint), ("--token-file", token_file), ("--ca-file", ca_file)
-    options = [part for name, value in words if value for part in (name, value)]
+    texts = ("--endpoint", endpoint), ("--token-file", token_file), ("--ca-file", ca_file)
+    options = [word for name, text in texts if text for word in (name, text)]
     raise typer.Exit(command.main([run] * bool(run) + options + ["--once"] * once + ["--json"] * as_json))

@@ -60,10 +60,8 @@ from effllm.store import own_files
 from effllm.store.run_lock import status_of
 from effllm.views.text.numbers import duration
 
-#: Time for a run to end after SIGINT and after SIGTERM, before the next signal.
-END_WITHIN_S = 30.0
-#: Time for the aggregator to complete the summary after the end of the training.
-SUMMARY_WITHIN_S = 60.0
+END_WITHIN_S = 30.0  # time for a run to end after SIGINT and after SIGTERM, before the next signal
+SUMMARY_WITHIN_S = 60.0  # time for the aggregator to complete the summary after the end of the training
 MAX_PLAN_BYTES = 2**20
 #: Names are tags and names of folders; a folder NAME-again-1 is of a run that was started again.
 Name = Annotated[str, Meta(pattern=r"^(?!.*-again)[A-Za-z0-9][A-Za-z0-9._-]*\Z", max_length=40)]
@@ -83,7 +81,7 @@ def main(
     try:
         plan = read_plan(path)
         for run in order_of(plan):
-            read_config({"EFFICIENTLLM_TAGS": ",".join(tags_of(plan, run))})
+            read_config({"EFFICIENTLLM_TAGS": ",".join(tags_of(plan, run))})  # raises `ConfigError` for a wrong tag
         folder = Path(plan.run_dir or read_config(process_environ()).run_dir).absolute() / plan.name
         if dry_run:
             for run in order_of(plan):
@@ -104,7 +102,7 @@ def main(
 
 @contextlib.contextmanager
 def _locked(folder: Path) -> Iterator[int]:
-    """Lock a campaign, else raise `WrongPlan`; its runs inherit the descriptor, and hold the lock if it is killed."""
+    """Lock the folder of a campaign, and yield the descriptor of the lock; `WrongPlan` if it is locked already."""
     own_files.make_folder(folder)
     lock = own_files.open_file(folder / "campaign.lock", os.O_RDWR | os.O_CREAT)
     try:
@@ -118,32 +116,33 @@ def _locked(folder: Path) -> Iterator[int]:
 
 
 class Campaign:
-    """The runs of a plan that are still to do, with the parent folder of their run folders and a lock they inherit."""
+    """Runs what a plan has still to do; ``folder`` has its run folders, and ``lock`` is a descriptor of `_locked`."""
 
     def __init__(self, plan: Plan, folder: Path, lock: int, *, retry_failed: bool) -> None:
         self._plan, self._folder, self._lock, self._retry_failed = plan, folder, lock, retry_failed
-        self._order = order_of(plan)
+        self._runs = order_of(plan)  # all runs, in their order
 
     def run(self) -> int:
         """Run what is missing; return 1 if a run of the campaign has failed, else 0."""
-        waiting = [run for run in self._order if not self._is_done(run)]
-        total, done = len(self._order), len(self._order) - len(waiting)
-        if done:
-            print(f"{done} of {total} runs have ended before; they are not repeated")
-        for at, run in enumerate(waiting):
-            if at and self._plan.cooldown_s:
+        waiting = [run for run in self._runs if not self._has_ended(run)]
+        num_runs, num_ended = len(self._runs), len(self._runs) - len(waiting)
+        if num_ended:
+            print(f"{num_ended} of {num_runs} runs have ended before; they are not repeated")
+        for number, run in enumerate(waiting, num_ended + 1):
+            if run is not waiting[0] and self._plan.cooldown_s:
                 time.sleep(self._plan.cooldown_s)
-            print(f"[{done + at + 1}/{total}] {run.key}", flush=True)
+            print(f"[{number}/{num_runs}] {run.key}", flush=True)
             start_s = time.monotonic()
             problem = self._run_and_record(run)
             outcome = f"failed: {one_line(problem)}" if problem else "completed"
             print(f"  after {duration(time.monotonic() - start_s)}: {outcome}")
-        if failed := [run.key for run in self._order if self._failure_path(run).exists()]:
-            print(f"{len(failed)} of {total} runs failed: {', '.join(failed)}; --retry-failed repeats them")
+        if failed := [run.key for run in self._runs if self._failure_path(run).exists()]:
+            print(f"{len(failed)} of {num_runs} runs failed: {', '.join(failed)}; --retry-failed repeats them")
         print(f"Compare: effllm compare {one_line(str(self._folder))} --by {CONFIGURATION}")
         return int(bool(failed))
 
-    def _is_done(self, run: PlannedRun) -> bool:
+    def _has_ended(self, run: PlannedRun) -> bool:
+        """Whether a run is complete, or has failed and is not to be started again."""
         if self._failure_path(run).exists():
             return not self._retry_failed
         return any(status_of(folder) == "completed" for folder in self._folders_and_next(run) if folder.exists())
@@ -162,7 +161,7 @@ class Campaign:
     def _run_and_record(self, run: PlannedRun) -> str:
         """Run one run; return why it has failed, which is also recorded, or ""; after Ctrl-C the run is still to do."""
         self._failure_path(run).unlink(missing_ok=True)
-        *_, folder = self._folders_and_next(run)
+        *_, folder = self._folders_and_next(run)  # the last: a folder that does not exist yet
         problem = self._execute_command(run, folder.name) or _wait_for_summary(folder)
         if problem:
             own_files.replace_file(self._failure_path(run), f"{problem}\n".encode(errors="replace"))
@@ -187,7 +186,7 @@ class Campaign:
                     stderr=subprocess.STDOUT,
                     env=environ,
                     start_new_session=True,  # Ctrl-C reaches the run once, from this process
-                    pass_fds=(self._lock,),
+                    pass_fds=(self._lock,),  # if this process is killed, the run still holds the lock
                 )
             except OSError as error:
                 return f"not started: {error.strerror}"
@@ -203,19 +202,19 @@ class Campaign:
 
 
 def _wait_for_summary(folder: Path) -> str:
-    """Return why a run folder is not complete, or ""; the aggregator may write it after the end of the training."""
-    until_s = time.monotonic() + SUMMARY_WITHIN_S
+    """Wait until the aggregator has completed a run folder, after the training; return why it has not, or ""."""
+    deadline_s = time.monotonic() + SUMMARY_WITHIN_S
     while (status := status_of(folder)) in ("", "running"):
         if not folder.exists():
             return f"no run folder {folder.name} was written: it did not measure, or ignored EFFICIENTLLM_RUN_NAME"
-        if time.monotonic() > until_s:
+        if time.monotonic() > deadline_s:
             return f"the summary is not complete after {SUMMARY_WITHIN_S:g} s"
         time.sleep(0.1)
     return "" if status == "completed" else f"the run has the status {status}"
 
 
 def _end_processes(process: subprocess.Popen[bytes]) -> None:
-    """End all processes of a run: first with SIGINT, so that its summary is written."""
+    """End all processes of a run: SIGINT first, so that its summary is written, and SIGKILL last, for what is left."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGKILL):
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(process.pid, number)
@@ -224,9 +223,6 @@ def _end_processes(process: subprocess.Popen[bytes]) -> None:
             break
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(process.pid, signal.SIGKILL)
-
-
-# --- the plan ---
 
 
 class WrongPlan(ValueError):
@@ -286,7 +282,7 @@ def read_plan(path: Path) -> Plan:
     except yaml.YAMLError as error:
         raise WrongPlan(f"{path} is not YAML: {' '.join(str(error).split())}") from error
     except msgspec.ValidationError as error:
-        raise WrongPlan(f"{path}: {_with_known_keys(str(error))}") from error
+        raise WrongPlan(f"{path}: {_plan_error_text(str(error))}") from error
     for name in plan.configurations:
         words = command_of(plan, name)
         if not words:
@@ -301,17 +297,17 @@ def read_plan(path: Path) -> Plan:
 
 def command_of(plan: Plan, configuration: str) -> list[str]:
     """Return the words of a configuration's command; an open quotation mark is a `WrongPlan`."""
-    about = plan.configurations[configuration]
-    command = about.command if about.command is not None else plan.command
-    return [*_split_words(command), *_split_words(about.args)]
+    added = plan.configurations[configuration]
+    command = added.command if added.command is not None else plan.command
+    return [*_split_words(command), *_split_words(added.args)]
 
 
 def tags_of(plan: Plan, run: PlannedRun) -> list[str]:
-    """Return the tags of a run; a warm-up run is not of a configuration."""
+    """Return the tags of a run; a warm-up run has no tag of a configuration, and is not compared."""
     if run.warmup:
         return [*plan.tags, f"{WARMUP}={plan.name}"]
-    own = {CAMPAIGN: plan.name, CONFIGURATION: run.configuration, REPEAT: f"{run.repeat}/{plan.repeats}"}
-    return [*plan.tags, *(f"{name}={value}" for name, value in own.items())]
+    values = {CAMPAIGN: plan.name, CONFIGURATION: run.configuration, REPEAT: f"{run.repeat}/{plan.repeats}"}
+    return [*plan.tags, *(f"{name}={value}" for name, value in values.items())]
 
 
 def order_of(plan: Plan) -> list[PlannedRun]:
@@ -321,7 +317,7 @@ def order_of(plan: Plan) -> list[PlannedRun]:
     only on the seed and the number of the block, so a plan can get more repeats later.
     """
     names = sorted(plan.configurations)
-    runs = [PlannedRun(names[at % len(names)], 0, at + 1) for at in range(plan.warmup_runs)]
+    runs = [PlannedRun(names[index % len(names)], 0, index + 1) for index in range(plan.warmup_runs)]
     for repeat in range(1, plan.repeats + 1):
         block = list(names)
         random.Random(f"{plan.seed}/{repeat}").shuffle(block)  # noqa: S311 - not for cryptography
@@ -338,8 +334,9 @@ def _split_words(command: Words) -> list[str]:
         raise WrongPlan(f"{command!r}: {error}") from error
 
 
-def _with_known_keys(error: str) -> str:
+def _plan_error_text(error: str) -> str:
+    """Return an error of msgspec with the known keys, or with the reason for the pattern of `Word` and `Environ`."""
     if "unknown field" in error:
-        where = ConfigurationPlan if ".configurations[" in error else Plan
-        return f"{error}; the known keys are {', '.join(where.__struct_fields__)}"
+        plan_class = ConfigurationPlan if ".configurations[" in error else Plan
+        return f"{error}; the known keys are {', '.join(plan_class.__struct_fields__)}"
     return f"no process can get such a text: {error}" if r"\0" in error else error

@@ -78,7 +78,7 @@ def main(
         given,
         collection_interval_s=given.collection_interval_s if f"{PREFIX}COLLECTION_INTERVAL" in environ else SAMPLE_S,
         log_interval=log_interval or given.log_interval,
-        min_window_s=0.0 if log_interval else given.min_window_s,
+        min_window_s=0.0 if log_interval else given.min_window_s,  # so that it is not made longer than stated
         run_dir=str(Path(run_dir or given.run_dir).absolute()),
         run_name=f"demo-{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}",
         device="simulated",
@@ -107,15 +107,15 @@ class _Job:
 
     def __init__(self, config: Config, num_ranks: int, arguments: Sequence[str]) -> None:
         self._config, self._num_ranks, self._arguments = config, num_ranks, arguments
-        self._ranks: list[subprocess.Popen[bytes]] = []
-        self._signal = 0
+        self._ranks: list[subprocess.Popen[bytes]] = []  # the processes
+        self._signal = 0  # number of the signal that ends the demo
 
     def run(self) -> int:
         listener = listening.listen("127.0.0.1")
         endpoint = f"tcp://127.0.0.1:{listener.getsockname()[1]}"
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             signal.signal(number, self._pass_on_signal)
-        waits = make_memory("effllm-demo", 4 * self._num_ranks)
+        waits = make_memory("effllm-demo", 4 * self._num_ranks)  # descriptor: see effllm.commands.demo_rank.main
         try:
             for rank in range(self._num_ranks):
                 environ = _rank_environment(self._config, endpoint, rank, self._num_ranks)

@@ -19,13 +19,13 @@ TOKENS = SAMPLES * 1024
 SLOWDOWN = 1.12  # step time of the last rank over the step time of other ranks
 DATA_SHARE = 0.04  # data wait as a share of an iteration
 EVALUATION_STEPS = 6
-LOOK_EVERY_SHARE = 0.02  # of an iteration: time between two looks at the other ranks
+POLL_SHARE = 0.02  # of an iteration: time between two looks at the other ranks
 
 
 def main(arguments: list[str]) -> None:
-    """Simulate training; the arguments are iterations, seconds of an iteration, and a descriptor.
+    """Simulate training; the arguments are iterations, seconds of an iteration, and a descriptor of shared memory.
 
-    It is of a map with an integer of 4 bytes for each rank: how often the rank has waited for the others.
+    The memory has an integer of 4 bytes for each rank: how often the rank has waited for the others.
     """
     iterations, step_s, descriptor = int(arguments[0]), float(arguments[1]), int(arguments[2])
     signal.signal(signal.SIGINT, signal.SIG_DFL)
@@ -43,10 +43,10 @@ def _train(collector: effllm.MetricsCollector, iterations: int, step_s: float, w
 
     def wait_for_others() -> None:
         waits[place.rank] += 1
-        if not is_slow:  # the slow rank comes last: few looks leave the cores to it
+        if not is_slow:  # sleep through most of the wait for the slow rank, which needs the cores
             time.sleep(0.9 * (SLOWDOWN - 1) * step_s)
         while min(waits[: place.world_size]) < waits[place.rank] and os.getppid() == launcher:
-            time.sleep(LOOK_EVERY_SHARE * step_s)
+            time.sleep(POLL_SHARE * step_s)
 
     wait_for_others()  # until all have started
     for iteration in range(1, iterations + 1):
@@ -65,4 +65,4 @@ def _train(collector: effllm.MetricsCollector, iterations: int, step_s: float, w
 
 
 def loss(iteration: int) -> float:
-    return 2.8 + 8.0 * math.exp(-iteration / 25) + 0.05 * math.sin(iteration * 1.7)
+    return 2.8 + 8.0 * math.exp(-iteration / 25) + 0.05 * math.sin(iteration * 1.7)  # falls, with small waves

@@ -29,8 +29,7 @@ def main(arguments: Sequence[str]) -> int:
         print("\n".join(markdown_tables()))
         return 0
     environ = process_environ()
-    messages = problems(environ)
-    if messages:
+    if messages := problems(environ):
         print("\n".join(f"effllm: {line}" for line in messages), file=sys.stderr)
         return 2
     if "--check" in arguments:
@@ -79,7 +78,7 @@ def markdown_tables() -> Iterator[str]:
 
 
 def _value_text(variable: Variable, config: Config, environ: Mapping[str, str]) -> str:
-    """Return the value of a setting, or of the switch that is no setting; "" if it is not set."""
+    """Return the value of a setting, "" if it is not set; a variable without a field of `Config` is a switch."""
     if variable.field:
         return variable.text_in(config)
     return environ.get(PREFIX + variable.name, "") or "1"  # `eval "$(effllm env)"` enables metrics

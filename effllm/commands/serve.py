@@ -64,12 +64,12 @@ def main(
     elif interface.is_wildcard(match["host"]):
         wrong.append(f"--bind {bind} means every interface: give an address that the job can reach")
     if wrong or match is None:
-        return max(complain("serve", line, 2) for line in wrong)  # each is printed
+        return max(complain("serve", line, 2) for line in wrong)  # prints each line, and returns 2
     config = replace(read_config(environ), endpoint=f"tcp://{match['host']}:{match['port']}")
     is_secured = discovery.is_secured(config)
     try:
         if is_secured and config.security == "auto" and interface.is_loopback(match["host"]):
-            config = discovery.config_with_secret(config)
+            config = discovery.config_with_secret(config)  # for one host, also in a temporary folder
         elif is_secured:
             secret.read_or_create(secret_path(config))
     except secret.SecretError as error:
