@@ -124,8 +124,8 @@ def _shape_of_config(fields: dict[str, Any], name: str, sizes: StatedSizes) -> M
         shape = read_config(fields, name)
     except WrongModel as error:  # the formulas have other rules than the class of the model
         shape, formula_error, reason = None, error, str(error)
-    is_unknown = isinstance(formula_error, UnknownArchitecture)
-    config_error = None if is_unknown else formula_error
+    is_unknown = isinstance(formula_error, UnknownArchitecture)  # transformers may have this architecture
+    config_error = None if is_unknown else formula_error  # a wrong field
     if is_unknown and sizes.parameters is not None:
         return stated_model(name, str(fields.get("model_type") or ""), sizes.parameters, sizes.active_parameters)
     if not can_count():

@@ -231,6 +231,7 @@ def mail_text(summary: Summary) -> str:
 
 
 def _wrapped_lines(name: str, text: str, max_lines: int) -> list[str]:
+    """Return a text after its name, in at most ``max_lines`` lines of a mail."""
     if max_lines < 1 or not text:
         return []
     named = f"{name}: {one_line(text)}"

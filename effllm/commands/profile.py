@@ -202,9 +202,8 @@ def _measured_share_text(profile: SensorProfile) -> str:
 def _averaging_text(response: Response | None) -> str:
     if response is None:
         return ""
-    return (
-        f"mean over {1e3 * response.window_s:.1f} ± {1e3 * response.window_error_s:.1f} ms, until {_end_text(response)}"
-    )
+    window_ms, error_ms = 1e3 * response.window_s, 1e3 * response.window_error_s
+    return f"mean over {window_ms:.1f} ± {error_ms:.1f} ms, until {_end_text(response)}"
 
 
 def _end_text(response: Response) -> str:

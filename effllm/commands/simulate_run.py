@@ -301,6 +301,7 @@ class SimulatedRun:
                 self._rss_readings.append((time.monotonic(), self._aggregator.psutil_process.memory_info().rss))
 
     def _record(self, progress: Progress) -> None:
+        """Set the times at which windows were sent or seen; `SimulationError` if ranks were rejected."""
         if progress.rejected:
             raise SimulationError(f"the aggregator rejects the ranks: {progress.rejected}")
         if progress.seen_window:
