@@ -37,10 +37,10 @@ class Simulation(Struct, frozen=True):
     ranks: int
     interval_s: float = 1.0
     minutes: float = 1.0
-    endpoint: str = ""
-    processes: int = 0
-    arrival: str = "burst"
-    run_dir: str = ""
+    endpoint: str = ""  # of a running aggregator; "": a new aggregator
+    processes: int = 0  # 0: as many as the number of ranks needs
+    arrival: str = "burst"  # a key of SPREAD
+    run_dir: str = ""  # path at which the run folder is kept; "": it is deleted
     security: str = "curve"
 
     @property
@@ -56,25 +56,25 @@ class Findings(Struct):
     interval_s: float
     arrival: str
     security: str = "none"
-    reports: int = 0
+    reports: int = 0  # number of sent reports
     reports_per_s: float = 0.0
-    joined_s: float = 0.0
+    joined_s: float = 0.0  # time until all ranks had joined
     join_cpu_s: float | None = None  # CPU time of the aggregator until all ranks had joined
     cpu_s: float | None = None  # CPU time of the aggregator while windows were reported
     cpu_ratio: float | None = None  # CPU time as a share of one core
     cpu_us_per_report: float | None = None
-    rss_bytes: int | None = None
+    rss_bytes: int | None = None  # largest memory of the aggregator
     rss_slope_bytes_per_s: float | None = None
-    descriptors: int | None = None
+    descriptors: int | None = None  # open files and sockets of the aggregator
     delays_s: list[float] = []  # seconds from the last report of each window to the receipt of its values at rank 0
-    windows_published: int = 0
-    tokens: int = 0
-    tokens_true: int = 0
-    energy_j: float | None = None
-    energy_true_j: float = 0.0
-    lost: int = 0
-    unconfirmed: int = 0
-    duplicates: int = 0
+    windows_published: int = 0  # windows whose values came to rank 0
+    tokens: int = 0  # in the summary, or confirmed by another aggregator
+    tokens_true: int = 0  # of all reports
+    energy_j: float | None = None  # in the summary
+    energy_true_j: float = 0.0  # of all reports
+    lost: int = 0  # reports that could not be kept until they were confirmed
+    unconfirmed: int = 0  # reports
+    duplicates: int = 0  # reports that came twice
     status: str = ""  # of the run; "played" if another aggregator has the summary; "" if the simulation was stopped
 
     @property

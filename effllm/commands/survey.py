@@ -43,7 +43,7 @@ class Cost(Struct, frozen=True):
 class DeviceSurvey(NamedTuple):
     """The results of the tests of the device."""
 
-    sources: dict[str, InputSource]
+    sources: dict[str, InputSource]  # by input of metrics, such as energy
     finding: Finding
     cost: Cost
     device: Device | None = None
@@ -53,7 +53,7 @@ class DeviceSurvey(NamedTuple):
 class Survey(Struct, frozen=True):
     """The results of all tests."""
 
-    measured: bool
+    measured: bool  # whether a run would be measured
     device: Device | None
     metrics: list[Measurable]
     findings: list[Finding]
