@@ -18,15 +18,15 @@ from pathlib import Path
 BUDGETS = {
     "agent": 3_870,  # lines of code of the host, of long iterations and workers; readings between windows
     "analysis": 2_901,  # one table of configurations with intervals; runs by their names; times of ranks by window
-    "commands": 6_284,  # the plan of a campaign, before in analysis; all running jobs; files of fit; columns in explain
+    "commands": 6_282,  # the plan of a campaign, before in analysis; all running jobs; files of fit; columns in explain
     "config": 915,  # building a model: limits of time and memory, no network; a process without memory ends in a line
     "devices": 3_396,  # a GPU in MIG mode, or whose mode may not be read, is never measured as a whole
     "energy": 1_665,  # a calibration has a budget, and its few reads are made where they help most
     "hooks": 4_855,  # own times, the loss and tokens of any loop, under FSDP too; batches by loader and backward pass
     "instruments": 2_459,  # no event and no read on a GPU that the process does not use
-    "job": 8_738,  # the foretold end; losses iteration by iteration; lines of code; readings are added at receipt
+    "job": 8_737,  # the foretold end; losses iteration by iteration; lines of code; readings are added at receipt
     "memory": 3_096,  # the step of any model is measured, before in commands; five systems of YAML; settings left out
-    "metrics": 928,  # the metrics that a gap in the counts changes; AMU in GiB; a peak is not below its mean
+    "metrics": 927,  # the metrics that a gap in the counts changes; AMU in GiB; a peak is not below its mean
     "network": 1_531,  # a link sends the reports of an outbox, before in agent and in commands
     "records": 3_329,  # the foretold end; times of single iterations; the GPU of a rank; what is avoidable
     "sensor_profile": 1_159,  # rates of a matrix product and a copy under load

@@ -84,7 +84,7 @@ def has_ended(pidfd: int) -> bool:
 
 
 def _stacks_and_top(pid: int) -> tuple[str, str]:
-    """Return the stacks, or why there are none, and `InspectionResult.top` ("" without stacks)."""
+    """Return the stacks, or the reason for their absence, and `InspectionResult.top`, empty without stacks."""
     if not (program := py_spy_path()):
         return f"no stacks: py-spy is not installed ({INSTALL_PY_SPY})", ""
     try:

@@ -152,12 +152,11 @@ class Aggregator:
             if not open_windows.reserve_room(rank, row_bytes):
                 has_room = False
                 break
-            state.covered_s = covered_s
             state.record_report(sequence, row.final)
             if state.gaps > state.lost:
                 why = "an aggregator died before it wrote them"
                 self._statements.note_lost(rank, state, state.gaps, why, now.unix_s)
-            state.iteration = row.iteration_last
+            state.covered_s, state.iteration = covered_s, row.iteration_last
             self.stalls.row(row, now_s)
             open_windows.add_report(row, now_s)
         if open_windows.has_late(now_s) and not is_large(self.ledger.world_size):
