@@ -3,6 +3,7 @@
 import bisect
 import random
 from dataclasses import replace as with_traits
+from itertools import pairwise
 
 from msgspec.structs import replace
 from nvml_library import Gpu
@@ -124,8 +125,9 @@ class SensedGpu:
         for number, stretch_s in enumerate(stretches_s):
             self._edges.append(LoadEdge(at_ns, number % 2 == 0))
             at_ns += round(stretch_s * NS)
-        self._edges.append(LoadEdge(at_ns, len(stretches_s) % 2 == 0))
-        self.power.switch(self._edges)
+        self._edges.append(LoadEdge(at_ns, False))
+        edges = pairwise([LoadEdge(0, False), *self._edges])
+        self.power.switch([edge for before, edge in edges if edge.is_on != before.is_on])
         self._end_ns = at_ns
 
     def take_edges(self):

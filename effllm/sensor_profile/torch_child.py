@@ -101,7 +101,7 @@ class _Products:
         return spent_s / num_done
 
     def alternate(self, stretches_s: Sequence[float]) -> list[tuple[int, int]] | None:
-        """Alternate load and pause; return the edges of the load, or ``None`` if the parent has ended."""
+        """Alternate load and pause; return their starts (ns, 1: load) and the end; ``None`` if the parent has ended."""
         edges: list[tuple[int, int]] = []
         for number, stretch_s in enumerate(stretches_s):
             is_on = number % 2 == 0
@@ -111,7 +111,7 @@ class _Products:
             end_s = time.monotonic() + stretch_s
             if not (self._compute_until(end_s) if is_on else self._pause_until(end_s)):
                 return None
-        return [*edges, (time.monotonic_ns(), int(len(stretches_s) % 2 == 0))]
+        return [*edges, (time.monotonic_ns(), 0)]
 
     def measure_rates(self, seconds: float) -> tuple[float, float] | None:
         """Return FLOP/s of products, then bytes/s of copies from the host; ``None`` if the parent has ended."""
