@@ -99,20 +99,20 @@ class Readings(deque[Point]):
             margin_ns: readings within this distance of an edge are kept.
         """
         times_ns = [point.time_ns for point in self]
-        for run in runs_between(times_ns, edges_ns, until_ns, margin_ns):
+        for indices in runs_between(times_ns, edges_ns, until_ns, margin_ns):  # the last ones first: all stay valid
             points = list(self)
-            first, last = points[run.start], points[run.stop - 1]
-            methods = {point.method for point in points[run.start + 1 : run.stop] if point.method}
+            first, last = points[indices.start], points[indices.stop - 1]
+            methods = {point.method for point in points[indices.start + 1 : indices.stop] if point.method}
             merged = last._replace(
                 method=max(methods, key=METHODS.index) if methods else None,
                 is_estimated=last.estimated_j - first.estimated_j > (last.total_j - first.total_j) / 2,
                 variance_j2=last.total_variance_j2 - first.total_variance_j2,
-                min_w=_extreme(min, (point.min_w for point in points[run.start + 1 : run.stop])),
-                max_w=_extreme(max, (point.max_w for point in points[run.start + 1 : run.stop])),
-                num_powers=sum(point.num_powers for point in points[run.start + 1 : run.stop]),
+                min_w=_extreme(min, (point.min_w for point in points[indices.start + 1 : indices.stop])),
+                max_w=_extreme(max, (point.max_w for point in points[indices.start + 1 : indices.stop])),
+                num_powers=sum(point.num_powers for point in points[indices.start + 1 : indices.stop]),
             )
             self.clear()
-            self.extend([*points[: run.start + 1], merged, *points[run.stop :]])
+            self.extend([*points[: indices.start + 1], merged, *points[indices.stop :]])
 
     def power_range_w(self, from_ns: int, to_ns: int) -> tuple[float | None, float | None, int]:
         """Return the least and the most power from one time to another, and the number of readings with power."""

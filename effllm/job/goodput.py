@@ -129,7 +129,7 @@ class Goodput(Struct):
                 device_seconds[RESTART_GAP] += gap_s * previous.world_size * previous_per_rank
                 unused_s += gap_s * (previous.unused_gpus or 0)
             attempt.compute_redone(first_repeated)
-            classes_s = attempt.seconds_by_class(duration_s, end_s)
+            classes_s = attempt.seconds_by_class(end_s)
             for name, value in classes_s.items():
                 rank_seconds[name] += value
                 device_seconds[name] += value * per_rank
@@ -188,19 +188,19 @@ class Goodput(Struct):
         """Return for each attempt the smallest iteration number at which a later attempt began, from which on it is
         repeated (``None`` without such a number), and whether its repeated iterations are known.
 
-        They are unknown if a later attempt has no iteration numbers.  They are also unknown for an attempt without
-        iteration numbers, except for the first attempt with iterations.
+        They are unknown if a later attempt with iterations has no numbers, or if a later attempt has repeated and this
+        one has no numbers and is not the first with iterations.  Without iterations, none were repeated.
         """
         first_repeated: list[tuple[float | None, bool]] = []
         smallest: float | None = None
         are_later_numbered = True
         first = next((attempt for attempt in self.attempts if attempt.last), None)
         for attempt in reversed(self.attempts):
-            is_numbered = attempt.is_numbered or not attempt.last
-            is_comparable = is_numbered or attempt is first  # the first one begins at 1
+            is_numbered_or_empty = attempt.is_numbered or not attempt.last
+            is_comparable = is_numbered_or_empty or attempt is first  # the first one begins at 1
             is_redone_known = are_later_numbered and (is_comparable or smallest is None)
             first_repeated.append((smallest, is_redone_known or not attempt.last))
-            are_later_numbered = are_later_numbered and is_numbered
+            are_later_numbered = are_later_numbered and is_numbered_or_empty
             if attempt.is_numbered and attempt.begin_s is not None:
                 smallest = attempt.offset + 1 if smallest is None else min(smallest, attempt.offset + 1)
         return first_repeated[::-1]

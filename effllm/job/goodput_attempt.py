@@ -303,13 +303,13 @@ class Attempt(Struct):
             return 0.0
         return max(max(self.world_size, 1) * (end_s - self.begin_s) - sum(self.seconds.values()), 0.0)
 
-    def seconds_by_class(self, duration_s: float, end_s: float) -> dict[str, float]:
+    def seconds_by_class(self, end_s: float) -> dict[str, float]:
         """Return the rank-seconds by class; their sum is the attempt's duration times its number of ranks."""
         classes = {name: max(value, 0.0) for name, value in self.seconds.items()}
         redone_s = min(self.redone.seconds, classes.get(KEPT, 0.0))
         classes[KEPT] = classes.get(KEPT, 0.0) - redone_s
         classes[REDONE] = redone_s
-        unreported_s = self._unreported_s(end_s) if duration_s > 0 else 0.0
+        unreported_s = self._unreported_s(end_s)
         idle_s = self.idle_s if self.end_s is not None else self.ranks.idle_s(self.begin_s or 0.0, end_s)
         idle_s = min(idle_s, unreported_s)
         hang_s = min(sum(self.hangs.values()), unreported_s - idle_s)

@@ -127,7 +127,7 @@ class LostTime(NamedTuple):
     """Rank-seconds of a window that belong to another class than its steps."""
 
     window: int
-    data_s: float = 0.0  # what waits for data cost all ranks, less the ranks' own waits; may be negative
+    data_s: float = 0.0  # what waits for data cost all ranks, less the ranks' own, counted waits; may be negative
     slow_s: float = 0.0  # of long iterations, above the median
     warmup_s: float = 0.0  # the same, in the warm-up
     straggling_s: float = 0.0  # waits of all ranks for slow ranks
@@ -178,7 +178,7 @@ class IterationSums(Struct):
 class IterationLosses(Struct):
     """The long iterations of a job."""
 
-    usual_s: list[float] = []  # the newest iterations of this attempt, without waits for data
+    usual_s: list[float] = []  # times of the newest iterations of this attempt, without waits for data
     pending: list[Pending] = []  # of this attempt
     iterations: int = 0  # judged iterations
     nearly_s: float = 0.0  # what iterations that are nearly long, or follow a long one, take above the median
@@ -198,7 +198,7 @@ class IterationLosses(Struct):
         whole_s = matrix.steps + matrix.waits - np.outer(is_waiting, delay_s)  # by rank and column
         lost_s = np.minimum(matrix.lost_to_data(), whole_s)
         ranks_per_row = matrix.num_ranks / len(matrix.rows)  # ranks without times are assumed to be like the others
-        data_s = float((lost_s - matrix.waits).sum(axis=0) @ matrix.weights) * ranks_per_row
+        data_s = float((lost_s - matrix.waits).sum(axis=0) @ matrix.weights) * ranks_per_row  # see `LostTime`
         if matrix.has_means:  # the waits of the ranks may be in different iterations
             max_lost_s = np.minimum(matrix.waits.sum(axis=0), whole_s)
             hidden_s = np.maximum(max_lost_s - lost_s, 0.0).sum(axis=0) @ matrix.weights
@@ -212,32 +212,32 @@ class IterationLosses(Struct):
         phase_s = float(delay_s @ matrix.weights * is_waiting.sum())
         losses = [LostTime(matrix.window, data_s=data_s, phase=phase, phase_s=phase_s)]
         if len(recent_s) >= MIN_RECENT:
-            usual_s = statistics.median(recent_s)
-            losses += [self._judge_window(window, usual_s) for window in self.pending]
+            median_s = statistics.median(recent_s)
+            losses += [self._judge_window(window, median_s) for window in self.pending]
             self.usual_s, self.pending = recent_s[-MAX_RECENT:], []
         return losses
 
-    def _judge_window(self, window: Pending, usual_s: float) -> LostTime:
+    def _judge_window(self, window: Pending, median_s: float) -> LostTime:
         """Add the iterations of a window to the sums, and return what its long iterations have lost."""
         slow_s = warmup_s = 0.0
         weights = window.weights or [1] * len(window.times_s)
         self.iterations += round(sum(weights))
         self.wait_s += sum(map(mul, window.waits_s, weights))
-        is_long = tuple(time_s > LONG_RATIO * usual_s for time_s in window.times_s)
+        is_long = tuple(time_s > LONG_RATIO * median_s for time_s in window.times_s)
         num_before = map(round, accumulate(weights, initial=0))  # iterations of the window; one more than times
         for before, weight, time_s, wait_s, is_this_long in zip(
             num_before, weights, window.times_s, window.waits_s, is_long, strict=False
         ):
-            if wait_s > LONG_WAIT * usual_s:
+            if wait_s > LONG_WAIT * median_s:
                 self.waits.add_iteration(window.first_shown + before, weight * wait_s)
-            is_nearly_long = self.is_after_long or time_s > NEARLY_LONG * usual_s
+            is_nearly_long = self.is_after_long or time_s > NEARLY_LONG * median_s
             self.is_after_long = is_this_long
             if not is_this_long:  # a rank may end a long iteration after the others, which then wait in the next one
-                self.nearly_s += weight * max(time_s - usual_s, 0.0) if is_nearly_long else 0.0
+                self.nearly_s += weight * max(time_s - median_s, 0.0) if is_nearly_long else 0.0
             elif window.first + before <= LAST_OF_WARMUP:
-                warmup_s += weight * (time_s - usual_s)
+                warmup_s += weight * (time_s - median_s)
             else:
-                slow_s += weight * (time_s - usual_s)
+                slow_s += weight * (time_s - median_s)
                 self.long.add_iteration(window.first_shown + before, time_s)
         return LostTime(window.window, slow_s=slow_s * window.ranks, warmup_s=warmup_s * window.ranks, is_long=is_long)
 

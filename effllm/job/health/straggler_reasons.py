@@ -91,7 +91,7 @@ class ComparedReadings(dict[str, ReadingSums]):
     """The readings of one slow rank and of its peers by name, over the windows so far."""
 
     def add(self, name: str, weight: float, own: float | None, peers: float | None, node: float | None = None) -> None:
-        """Add a reading of a window; nothing is added if the slow rank or its peers do not have the reading."""
+        """Add a reading of a window of ``weight`` seconds: of the slow rank, and medians of its peers and its node."""
         if own is None or peers is None or weight <= 0:
             return
         sums = self.setdefault(name, ReadingSums())
@@ -243,14 +243,14 @@ class Reasons:
                 readings.add_windows(own, others, [window for window in on_host if window.device != peer.device])
         return readings.reason(peer.is_gpu, verdict.slowdown) if readings else None
 
-    def _peer_windows(self, name: str, ranks: Iterable[int]) -> list[DeviceWindow]:
+    def _peer_windows(self, group_name: str, ranks: Iterable[int]) -> list[DeviceWindow]:
         """Return the device windows of at most about `MAX_PEERS` of these ranks, without ranks that have a verdict."""
-        if name not in self._windows:
+        if group_name not in self._windows:
             chosen = [self._rows[rank] for rank in sorted(ranks) if rank in self._rows and rank not in self._named]
             chosen = chosen[:: max(len(chosen) // MAX_PEERS, 1)]
             windows = (_device_window(row, self._peers.by_rank[row.rank].device) for row in chosen)
-            self._windows[name] = [window for window in windows if window is not None]
-        return self._windows[name]
+            self._windows[group_name] = [window for window in windows if window is not None]
+        return self._windows[group_name]
 
 
 def mean_waiting_w(peers: PeerGroups, rows: Sequence[RankReport], named: Collection[int]) -> float | None:

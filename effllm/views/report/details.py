@@ -290,7 +290,7 @@ def _event_table(caption: str, shown: Sequence[Event], letters: int) -> Markup:
         ]
         for event in shown
     ]
-    return table(caption, ("time (UTC)", "kind", "rank", "text"), rows, range(4))
+    return table(caption, ("time (UTC)", "kind", "rank", "text"), rows, texts=range(4))
 
 
 def utc_text(time_s: float) -> str:
