@@ -31,12 +31,12 @@ class Usage(NamedTuple):
 
 
 def usage_of(process: psutil.Process) -> Usage | None:
-    """Return the usage of a process, or ``None`` if it is gone."""
+    """Return the usage of a process, or ``None`` if it is gone, or if only another user may read it (hidepid)."""
     try:
         with process.oneshot():
             times, memory = process.cpu_times(), process.memory_info()
             has_ended = process.status() in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
-    except psutil.NoSuchProcess:
+    except psutil.Error:
         return None
     reaped_s = times.children_user + times.children_system
     return Usage(has_ended, times.user + times.system, reaped_s, memory.rss, memory.shared)
@@ -48,9 +48,10 @@ def _child_pids(pid: int) -> list[int]:
         with suppress(psutil.Error):
             return [child.pid for child in psutil.Process(pid).children()]
     children: list[int] = []
-    for thread in Path(f"/proc/{pid}/task").glob("*"):
-        with suppress(FileNotFoundError, ProcessLookupError):  # the thread has ended
-            children += map(int, (thread / "children").read_text().split())
+    with suppress(PermissionError):  # the process of another user, where /proc has the option hidepid
+        for thread in Path(f"/proc/{pid}/task").glob("*"):
+            with suppress(FileNotFoundError, ProcessLookupError):  # the thread has ended
+                children += map(int, (thread / "children").read_text().split())
     return children
 
 
@@ -64,9 +65,8 @@ def _descendant_pids(pid: int, excluded: frozenset[int]) -> Iterator[int]:
 def _inherited_bytes(process: psutil.Process, usage: Usage) -> int:
     """Return the bytes that a forked process still shares, copy-on-write, with its parent.
 
-    Inherited bytes are counted for the parent.  Only smaps_rollup separates inherited bytes; rss and the shared pages
-    of statm do not.  For smaps_rollup the kernel walks all page tables (0.16 ms for 14 MB), so the file is read once
-    per process.  The file does not name the other process: a page that only two descendants share is not counted.
+    These are counted for the parent.  Only smaps_rollup has them, and its pages are walked (0.16 ms for 14 MB), so the
+    file is read once per process. It does not name the parent: a page that only two descendants share is not counted.
     """
     try:
         return max(0, usage.rss_bytes - process.memory_full_info().uss - usage.shared_bytes)

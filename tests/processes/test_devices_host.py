@@ -1,6 +1,7 @@
 """effllm/devices/host.py with real child processes and with a powercap tree in a folder."""
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -317,3 +318,35 @@ def test_unreadable_rapl_is_reported_with_advice(trainer, powercap, clock, monke
 
     assert (reader.device.energy_method, reader.device.not_measured) == (None, (RAPL_UNREADABLE,))
     assert (sample.energy_j, failures) == (None, {})
+
+
+HIDDEN_CHILD = """
+import os, subprocess, time
+from effllm.devices.host import ProcessTree
+child = subprocess.Popen(["sleep", "60"], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+try:
+    os.setgroups([])
+    os.setresgid(65534, 65534, 0)  # group 0 may read all
+    os.setresuid(65534, 65534, 0)
+    memory_bytes, _ = ProcessTree(os.getpid(), frozenset(), time.monotonic).read_usage()
+finally:
+    os.setresuid(0, 0, 0)
+    child.kill()
+print(memory_bytes > 1e6)
+"""
+
+
+@pytest.mark.skipif(os.geteuid() != 0 or not shutil.which("unshare"), reason="a mount namespace needs root and unshare")
+def test_descendant_that_proc_hides_from_the_user_is_left_out():
+    """Of ``/proc`` with the option hidepid, a user may not read the processes of another user, such as sudo."""
+    script = 'mount -t proc -o hidepid=1 proc /proc || exit 77; exec "$0" -c "$1"'
+    done = subprocess.run(
+        ["unshare", "--mount", "sh", "-c", script, sys.executable, HIDDEN_CHILD],
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    if done.returncode == 77 or "unshare:" in done.stderr:
+        pytest.skip("no mount namespaces here")
+
+    assert done.stdout == "True\n", done.stderr
