@@ -76,7 +76,7 @@ class EvalMode:
 
     def process_mode(self, module: Any, is_training: bool) -> None:  # of any module; changes of the model's mode count
         recorder = self._steps.recorder
-        if recorder is None or is_training != bool(self._since_ns) or not self._is_model(module):
+        if recorder is None or is_training != self.is_on or not self._is_model(module):
             return
         now_ns = time.monotonic_ns()
         if not is_training:
@@ -87,7 +87,7 @@ class EvalMode:
         self._was_on_in_this = True
         if not self._was_on_in_last and self._marks_at_start == _phase_marks():
             recorder.count_as_phase(self._since_ns, now_ns)
-            self._since_ns = 0  # waits inside the evaluation are no data waits
+            self._since_ns = 0  # counted, so there is nothing to drop: waits inside the evaluation are no data waits
         self._drop_evaluation()
 
     @property

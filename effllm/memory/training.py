@@ -267,7 +267,7 @@ class _BlockWeights:
         self.expert_layers = stage.layers * (shape.experts.layers / shape.layers if shape.experts else 0.0)
 
     def added_to(self, block: LayerBlock, *groups: str) -> LayerBlock:
-        """Return a block with the gradients and casts of its weights, which are the tensors of these groups."""
+        """Return a block with the gradients and casts of its weights: of these groups, in the layers of the first."""
         plan, compute_bytes = self.sizes.plan, self.sizes.compute_bytes
         layers_by_group = {Group.HEAD: 1.0, Group.EMBEDDING: 1.0, Group.MLP: self.stage.layers - self.expert_layers}
         layers_by_group |= dict.fromkeys((Group.EXPERT, Group.SHARED), self.expert_layers)
@@ -278,12 +278,12 @@ class _BlockWeights:
             held = [tensor for tensor in self.held if tensor.group == Group.EMBEDDING][:1]
             trained = held if not plan.lora_rank else []
         bytes_per_gradient = 4 if plan.lora_rank else plan.numbers.bytes_per_gradient
-        cast = [tensor for tensor in held if tensor.columns and tensor.group != Group.EXPERT]
-        matrices = elements(cast) - (quantized_elements(cast) if plan.base_bits else 0.0)
+        cast_tensors = [tensor for tensor in held if tensor.columns and tensor.group != Group.EXPERT]
+        matrices = elements(cast_tensors) - (quantized_elements(cast_tensors) if plan.base_bits else 0.0)
         adapters = elements(trained) if plan.lora_rank else 0.0
         # Of a fused loss, tiles of the head are cast, not the head.
-        cast_bytes = compute_bytes / layers if plan.casts_weights else 0.0  # in one layer, of an element
-        cast_bytes = 0.0 if plan.fused_loss and Group.HEAD in groups else cast_bytes
+        layer_bytes = compute_bytes / layers if plan.casts_weights else 0.0  # of an element, over the layers
+        layer_bytes = 0.0 if plan.fused_loss and Group.HEAD in groups else layer_bytes
         largest = max((tensor.elements for tensor in trained), default=0) / plan.tp
         # A product with a quantized matrix makes a copy of it in the precision of the product.
         copy = largest_matrix(held) / plan.tp * compute_bytes if plan.base_bits and Group.HEAD not in groups else 0.0
@@ -292,8 +292,8 @@ class _BlockWeights:
             forward=block.forward + copy,
             backward=block.backward + copy,
             gradients=elements(trained) / layers * bytes_per_gradient,
-            casts=(matrices + adapters) * cast_bytes,
-            cached=(adapters if plan.lora_rank else matrices) * cast_bytes,
+            casts=(matrices + adapters) * layer_bytes,
+            cached=(adapters if plan.lora_rank else matrices) * layer_bytes,
             largest=largest * bytes_per_gradient,
         )
 

@@ -46,7 +46,7 @@ class Messages:
         self._end, self._on_hello, self._warn = end, on_hello, warn
         self.is_superseded = False  # whether the aggregator of the next attempt replaces this one
         self._max_ranks = 0  # number of ranks that the limit of open files allows
-        self.has_shortage = False  # whether the job was rejected for lack of descriptors
+        self.lacks_descriptors = False  # whether the job was rejected for lack of descriptors
         self.rejected_job = b""  # connection of a rejected job of one rank, which ends the aggregator
         self.is_flooded = False  # True: the last complete read of the socket ended with rejected frames
 
@@ -161,8 +161,8 @@ class Messages:
         shortage = raise_open_files_limit(num_open_files_needed(world_size))
         if not shortage:
             self._max_ranks = world_size
-        elif not self.has_shortage:
-            self.has_shortage = True
+        elif not self.lacks_descriptors:
+            self.lacks_descriptors = True
             self._warn(f"a job of {world_size} ranks is rejected: {shortage}", "descriptors")
         return shortage
 

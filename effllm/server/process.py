@@ -292,7 +292,7 @@ class Server:
     def _summary(self, ended: bool) -> Summary:
         self._aggregator.ledger.note_aggregator_costs(time.process_time(), self._socket.received_bytes)
         summary = self._aggregator.summary(time.time(), ended)
-        is_refused = ended and self._messages.has_shortage and not self._aggregator.ledger.world_size
+        is_refused = ended and self._messages.lacks_descriptors and not self._aggregator.ledger.world_size
         return msgspec.structs.replace(
             self._facts.with_identity(summary),
             events={**summary.events, **self._peers.rejected, **self._peer_admission.counts},
@@ -305,7 +305,7 @@ class Server:
         self._tick(Now.read())
         self._write_results()
         self._facts.stop_git()
-        was_used = self._aggregator.ledger.world_size or self._messages.has_shortage
+        was_used = self._aggregator.ledger.world_size or self._messages.lacks_descriptors
         if not was_used and self._orders.trainer_descriptor < 0:
             stop_writers(self._outputs.writers(), STORE_STOP_S)
             return UNUSED

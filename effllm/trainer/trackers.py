@@ -112,7 +112,7 @@ def _log_with_values(name: str, original: Callable[..., Any]) -> Callable[..., A
             elif parameter in kwargs:
                 kwargs = {**kwargs, parameter: _JOINING.with_new_values(name, kwargs[parameter])}
         except Exception:  # noqa: BLE001 - the call of the training happens with its own data
-            _JOINING.newest_reports.pop(name, None)
+            _JOINING.newest_reports[name] = sys.maxsize  # no further report joins this tracker
         return original(run, *args, **kwargs)
 
     setattr(log, _MARK, True)
