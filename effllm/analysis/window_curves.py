@@ -55,28 +55,28 @@ class Curve:
         x, y = np.frombuffer(self._x), np.frombuffer(self._y)
         if len(x) <= 2 * buckets:
             return x.tolist(), y.tolist()
-        kept_at = {0, len(x) - 1}
+        kept_indices = {0, len(x) - 1}
         starts = _bucket_starts(x, buckets)
         for begin, end in zip(starts, [*starts[1:], len(x)], strict=True):
             values = y[begin:end]
             if np.isnan(values).all():
-                kept_at.add(begin)
+                kept_indices.add(begin)
                 continue
             if begin and np.isnan(values[0]):  # the gap before the first value of this bucket
-                kept_at.add(begin)
-            kept_at |= {begin + int(np.nanargmin(values)), begin + int(np.nanargmax(values))}
-        order = sorted(kept_at)
+                kept_indices.add(begin)
+            kept_indices |= {begin + int(np.nanargmin(values)), begin + int(np.nanargmax(values))}
+        order = sorted(kept_indices)
         return x[order].tolist(), y[order].tolist()
 
     def _drop_half(self) -> None:
         num_thinned = (len(self._y) - 1) // _NEIGHBOURS * _NEIGHBOURS  # number of points; the last point of all stays
         x, y = (np.frombuffer(values)[:num_thinned].reshape(-1, _NEIGHBOURS) for values in (self._x, self._y))
         missing = np.isnan(y)
-        least_at = np.where(missing, np.inf, y).argmin(axis=1)
-        most_at = np.where(missing, -np.inf, y).argmax(axis=1)
+        min_index = np.where(missing, np.inf, y).argmin(axis=1)
+        max_index = np.where(missing, -np.inf, y).argmax(axis=1)
         # Neighbours without a value keep one nan twice; those with one value keep this value and a neighbour.
-        kept_at = np.sort(np.stack([least_at, most_at], axis=1), axis=1)
-        kept = [np.take_along_axis(values, kept_at, axis=1).ravel() for values in (x, y)]
+        kept_indices = np.sort(np.stack([min_index, max_index], axis=1), axis=1)
+        kept = [np.take_along_axis(values, kept_indices, axis=1).ravel() for values in (x, y)]
         ends = [values[num_thinned:] for values in (self._x, self._y)]
         self._x, self._y = (array("d", part.tobytes()) + end for part, end in zip(kept, ends, strict=True))
 

@@ -57,15 +57,15 @@ class Waits(NamedTuple):
             ordered = np.sort(own_s, axis=0)
             others = np.sort(own_s[~np.isin(group, named)], axis=0) if len(named) else ordered
             # The lower median of two: if half of the ranks are slow, the other half is not.
-            longest_s, median_s = ordered[-1], ordered[(len(own_s) - 1) // 2]
+            max_s, median_s = ordered[-1], ordered[(len(own_s) - 1) // 2]
             next_s = np.maximum(others[-1], median_s) if len(others) else median_s  # longest without the named ranks
-            factor = np.divide(iteration_s, longest_s, out=np.ones_like(longest_s), where=longest_s > 0)
+            factor = np.divide(iteration_s, max_s, out=np.ones_like(max_s), where=max_s > 0)
             factor = np.maximum(factor, 1.0)
-            after_s = (factor - 1.0) * (longest_s - median_s)  # what the slowest rank may lose after the own time
-            slow_s = np.maximum(slow_s, longest_s - next_s)
-            max_slow_s = np.maximum(max_slow_s, np.where(longest_s > next_s, longest_s - next_s + after_s, 0.0))
+            after_s = (factor - 1.0) * (max_s - median_s)  # what the slowest rank may lose after the own time
+            slow_s = np.maximum(slow_s, max_s - next_s)
+            max_slow_s = np.maximum(max_slow_s, np.where(max_s > next_s, max_s - next_s + after_s, 0.0))
             # For the last rank, the others wait from the end of the second to last one.
-            waits_s = np.minimum(longest_s - ordered[-2:][0] + after_s, iteration_s) * times.weights
+            waits_s = np.minimum(max_s - ordered[-2:][0] + after_s, iteration_s) * times.weights
             last_s[group] += np.bincount(own_s.argmax(axis=0), waits_s, minlength=len(group))
             mean_s = others.mean(axis=0) if len(others) else median_s
             share = len(group) / len(times.ranks)
