@@ -193,15 +193,15 @@ effllm.initialize_efficientllm_metrics(1000)
 collector = effllm.get_metrics_collector()
 def until(second):
     time.sleep(max(second - time.monotonic(), 0))
-until(int(time.monotonic()) + 1)
+until(int(time.monotonic()) // 2 * 2 + 2)
 begin = int(time.monotonic() + 0.1)
-for second in range(3):
-    name = "checkpoint" if second == 1 else "evaluation"
+for period in range(3):
+    name = "checkpoint" if period == 1 else "evaluation"
     with collector.phase(name):  # while power, memory and utilization are high
-        until(begin + second + 0.5)
+        until(begin + 2 * period + 1)
     for step in range(1, 11):
         collector.record_iteration_start()
-        until(begin + second + 0.5 + step * 0.05)
+        until(begin + 2 * period + 1 + step * 0.1)
         collector.record_iteration_end(100, 2)
 effllm.finalize_efficientllm_metrics()
 """
@@ -209,27 +209,28 @@ effllm.finalize_efficientllm_metrics()
 
 @pytest.mark.alone
 def test_10_no_metric_includes_evaluation_or_checkpoints(launch, trace):
+    # The level lasts a second: readings on a slow machine are 60 to 80 ms apart, as far as their budget allows.
     trace.write(
         Gpu(
             "GPU-a",
             "0:01:00",
-            power=square(100.0, 900.0, 1.0),
-            memory=square(10 * GIB, 50 * GIB, 1.0),
-            utilization=square(0.2, 1.0, 1.0),
+            power=square(100.0, 900.0, 2.0),
+            memory=square(10 * GIB, 50 * GIB, 2.0),
+            utilization=square(0.2, 1.0, 2.0),
         )
     )
     job = launch.code(PHASES, environ=trace.environment(), device="nvml", collection_interval=0.01).done()
     summary = job.ledger.summary
 
-    assert value(job, "al_seconds") == pytest.approx(0.05, abs=0.003)
-    assert value(job, "tt_tokens_per_param_per_sec") == pytest.approx(3000 / 1000 / 1.5, rel=0.03)
+    assert value(job, "al_seconds") == pytest.approx(0.1, abs=0.003)
+    assert value(job, "tt_tokens_per_param_per_sec") == pytest.approx(3000 / 1000 / 3, rel=0.03)
     assert value(job, "aec_watts") == pytest.approx(100.0, abs=40.0)
-    assert value(job, "amu_gb") == pytest.approx(10.0, abs=2.0)
-    assert value(job, "pcu_ratio") == pytest.approx(0.2, abs=0.04)
-    assert summary.time_by_class["evaluation"] == pytest.approx(1.0, abs=0.06)
-    assert summary.time_by_class["checkpoint"] == pytest.approx(0.5, abs=0.03)
-    assert summary.energy.by_class["evaluation"] == pytest.approx(900.0, rel=0.08)
-    assert summary.energy.by_class["checkpoint"] == pytest.approx(450.0, rel=0.08)
+    assert value(job, "amu_gb") == pytest.approx(10.0, abs=4.0)  # 30 with evaluation
+    assert value(job, "pcu_ratio") == pytest.approx(0.2, abs=0.08)  # 0.6 with evaluation
+    assert summary.time_by_class["evaluation"] == pytest.approx(2.0, abs=0.06)
+    assert summary.time_by_class["checkpoint"] == pytest.approx(1.0, abs=0.03)
+    assert summary.energy.by_class["evaluation"] == pytest.approx(1800.0, rel=0.08)
+    assert summary.energy.by_class["checkpoint"] == pytest.approx(900.0, rel=0.08)
     assert sum(summary.energy.by_class.values()) == pytest.approx(summary.energy.total_joules, rel=1e-6)
     assert value(job, "job/tt_tokens_per_param_per_sec") < value(job, "tt_tokens_per_param_per_sec") / 1.8
 
