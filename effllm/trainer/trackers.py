@@ -55,8 +55,7 @@ class _Joining:
         self.newest_reports[name] = values.report
         # Some frameworks log the contract's values themselves, under a prefix.
         has_contract = any(isinstance(key, str) and "efficientllm/" in key for key in data)
-        new = values.values_for_tracker(not has_contract)
-        return {**data, **{key: value for key, value in new.items() if key not in data}}
+        return {**data, **values.values_for_tracker(not has_contract), **data}  # the training's values win
 
 
 _JOINING = _Joining()
@@ -102,17 +101,18 @@ def wrap(name: str, module: ModuleType) -> None:
 
 
 def _log_with_values(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
-    parameter = _PARAMETERS[name]
-
     @functools.wraps(original)
     def log(run: Any, *args: Any, **kwargs: Any) -> Any:
         try:
             if args:
                 args = (_JOINING.with_new_values(name, args[0]), *args[1:])
-            elif parameter in kwargs:
+            elif (parameter := _PARAMETERS[name]) in kwargs:
                 kwargs = {**kwargs, parameter: _JOINING.with_new_values(name, kwargs[parameter])}
-        except Exception:  # noqa: BLE001 - the call of the training happens with its own data
+        except Exception as error:  # noqa: BLE001 - the call of the training happens with its own data
             _JOINING.newest_reports[name] = sys.maxsize  # no further report joins this tracker
+            with contextlib.suppress(Exception):
+                line = f"sink {name}: its runs get no more values: {type(error).__name__}: {error}"
+                _JOINING.source.warn(line)  # type: ignore[union-attr]
         return original(run, *args, **kwargs)
 
     setattr(log, _MARK, True)

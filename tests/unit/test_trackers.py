@@ -111,15 +111,17 @@ def test_data_that_is_no_dictionary_is_passed_on(session, data):
     assert run.calls == [(data, None, None)]
 
 
-def test_failure_of_effllm_does_not_reach_the_call(session):
+def test_failure_of_effllm_does_not_reach_the_call_and_is_reported(session):
     job, run = session
     report(job, 1)
     job.fails = True
 
     run.log({"loss": 3.0})
     job.fails = False
+    run.log({"loss": 2.0})
 
-    assert run.calls == [({"loss": 3.0}, None, None)]
+    assert run.calls == [({"loss": 3.0}, None, None), ({"loss": 2.0}, None, None)]
+    assert job.lines == ["sink wandb: its runs get no more values: OSError: the board is closed"]
 
 
 @pytest.mark.parametrize("sinks", [["wandb"], ["console"]])
