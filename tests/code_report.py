@@ -20,7 +20,7 @@ BUDGETS = {
     "analysis": 2_901,  # one table of configurations with intervals; runs by their names; times of ranks by window
     "commands": 6_282,  # the plan of a campaign, before in analysis; all running jobs; files of fit; columns in explain
     "config": 915,  # building a model: limits of time and memory, no network; a process without memory ends in a line
-    "devices": 3_396,  # a GPU in MIG mode, or whose mode may not be read, is never measured as a whole
+    "devices": 3_416,  # a GPU in MIG mode is never measured as a whole; open files in /proc cost a third of psutil
     "energy": 1_665,  # a calibration has a budget, and its few reads are made where they help most
     "hooks": 4_855,  # own times, the loss and tokens of any loop, under FSDP too; batches by loader and backward pass
     "instruments": 2_459,  # no event and no read on a GPU that the process does not use

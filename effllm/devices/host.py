@@ -6,7 +6,7 @@ import os
 import platform
 import time
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -18,6 +18,7 @@ from effllm.records.rank import COUNTER, CPU, Device, Sample, Sensor
 
 _LIST_EVERY_S = 10.0
 _THREAD_CHILDREN = Path("/proc/thread-self/children")
+_PAGE_BYTES, _TICKS_PER_S = os.sysconf("SC_PAGE_SIZE"), os.sysconf("SC_CLK_TCK")
 
 
 class Usage(NamedTuple):
@@ -30,16 +31,36 @@ class Usage(NamedTuple):
     shared_bytes: int
 
 
-def usage_of(process: psutil.Process) -> Usage | None:
-    """Return the usage of a process, or ``None`` if it is gone, or if only another user may read it (hidepid)."""
-    try:
-        with process.oneshot():
-            times, memory = process.cpu_times(), process.memory_info()
-            has_ended = process.status() in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
-    except psutil.Error:
-        return None
-    reaped_s = times.children_user + times.children_system
-    return Usage(has_ended, times.user + times.system, reaped_s, memory.rss, memory.shared)
+class Process:
+    """A process, read through open files in /proc, which never refer to a later process with the same pid.
+
+    A read once a second takes 0.09 ms of CPU time; psutil, which opens the files each time, takes 0.30 ms.
+    """
+
+    def __init__(self, pid: int) -> None:
+        with ExitStack() as files:
+            paths = Path(f"/proc/{pid}/stat"), Path(f"/proc/{pid}/statm")
+            self._stat, self._statm = (files.enter_context(path.open("rb", buffering=0)).fileno() for path in paths)
+            self.close = files.pop_all().close
+        self.inherited_bytes = 0  # of a descendant; see the function of this name
+
+    def read_usage(self) -> Usage | None:
+        """Return the usage, or ``None`` if the process is gone."""
+        try:
+            stat, statm = os.pread(self._stat, 2048, 0), os.pread(self._statm, 256, 0).split()
+        except OSError:
+            return None
+        fields = stat[stat.rindex(b")") + 2 :].split()  # the name before may contain spaces and brackets
+        user, system, reaped_user, reaped_system = (int(ticks) / _TICKS_PER_S for ticks in fields[11:15])
+        rss_bytes, shared_bytes = (int(pages) * _PAGE_BYTES for pages in statm[1:3])
+        return Usage(fields[0] in b"ZX", user + system, reaped_user + reaped_system, rss_bytes, shared_bytes)
+
+    def own_bytes(self, usage: Usage) -> int:
+        """Return the private bytes of a descendant; its shared bytes are counted with the trainer."""
+        unshared_bytes = usage.rss_bytes - usage.shared_bytes
+        # After exec a process has no inherited pages, so the inherited bytes are limited to the unshared bytes.
+        self.inherited_bytes = min(self.inherited_bytes, unshared_bytes)
+        return unshared_bytes - self.inherited_bytes
 
 
 def _child_pids(pid: int) -> list[int]:
@@ -62,14 +83,14 @@ def _descendant_pids(pid: int, excluded: frozenset[int]) -> Iterator[int]:
             yield from _descendant_pids(child, excluded)
 
 
-def _inherited_bytes(process: psutil.Process, usage: Usage) -> int:
+def _inherited_bytes(pid: int, usage: Usage) -> int:
     """Return the bytes that a forked process still shares, copy-on-write, with its parent.
 
     These are counted for the parent.  Only smaps_rollup has them, and its pages are walked (0.16 ms for 14 MB), so the
     file is read once per process. It does not name the parent: a page that only two descendants share is not counted.
     """
     try:
-        return max(0, usage.rss_bytes - process.memory_full_info().uss - usage.shared_bytes)
+        return max(0, usage.rss_bytes - psutil.Process(pid).memory_full_info().uss - usage.shared_bytes)
     except psutil.Error:
         return 0  # the process has ended
 
@@ -77,19 +98,18 @@ def _inherited_bytes(process: psutil.Process, usage: Usage) -> int:
 class ProcessTree:
     """A trainer and its descendants, without effllm's own processes.
 
-    Descendants are listed every ten seconds; their usage is read at every call of `read`.
+    Descendants are listed every ten seconds; their usage is read at every call of `read_usage`.
     """
 
     def __init__(self, pid: int, excluded: frozenset[int], clock: Callable[[], float]) -> None:
         self._pid = pid
         self._excluded = excluded
         self._clock = clock
-        self._processes: dict[int, psutil.Process] = {}  # in this order: trainer, children, grandchildren of each child
-        self._inherited_bytes: dict[int, int] = {}  # by pid; see the function of this name
+        self._processes: dict[int, Process] = {}  # a parent is before its children
         self._next_list_s = clock()
         self._last_usages: dict[int, Usage] = {}  # by pid
-        with suppress(psutil.NoSuchProcess):
-            self._processes[pid] = psutil.Process(pid)
+        with suppress(FileNotFoundError):
+            self._processes[pid] = Process(pid)
 
     def read_usage(self) -> tuple[float, float | None]:
         """Return the bytes in use, and the CPU seconds since the last read.
@@ -103,36 +123,35 @@ class ProcessTree:
         if self._pid not in now or now[self._pid].has_ended:
             raise ProcessLookupError("the trainer has ended")
         memory_bytes = float(now[self._pid].rss_bytes)
-        memory_bytes += sum(self._own_bytes(pid, usage) for pid, usage in now.items() if pid != self._pid)
+        memory_bytes += sum(self._processes[pid].own_bytes(usage) for pid, usage in now.items() if pid != self._pid)
         last, self._last_usages = self._last_usages, now
         return memory_bytes, _cpu_s_between(last, now) if last else None
 
-    def _own_bytes(self, pid: int, usage: Usage) -> int:
-        """Return the private bytes of a descendant; its shared bytes are counted with the trainer."""
-        unshared_bytes = usage.rss_bytes - usage.shared_bytes
-        # After exec a process has no inherited pages, so the inherited bytes are limited to the unshared bytes.
-        self._inherited_bytes[pid] = min(self._inherited_bytes.get(pid, 0), unshared_bytes)
-        return unshared_bytes - self._inherited_bytes[pid]
+    def close(self) -> None:
+        while self._processes:
+            self._processes.popitem()[1].close()
 
     def _read_usages(self) -> dict[int, Usage]:
         """Return the usages; if a process ends, read all again, because its CPU time moves to its parent."""
         while True:
-            usages = {pid: usage_of(process) for pid, process in self._processes.items()}
+            usages = {pid: process.read_usage() for pid, process in self._processes.items()}
             present = {pid: usage for pid, usage in usages.items() if usage is not None}
             if len(present) == len(usages):
                 return present
             for pid in usages.keys() - present.keys():
-                del self._processes[pid]
+                self._processes.pop(pid).close()
 
     def _list_processes(self) -> None:
         self._next_list_s = self._clock() + _LIST_EVERY_S
         pids = [self._pid, *_descendant_pids(self._pid, self._excluded)]
-        before, self._processes = self._processes, {}
-        for pid in pids:
-            with suppress(psutil.NoSuchProcess):
-                process = self._processes[pid] = before.get(pid) or psutil.Process(pid)
-                if pid not in before and (usage := usage_of(process)) is not None:
-                    self._inherited_bytes[pid] = _inherited_bytes(process, usage)
+        for pid in self._processes.keys() - set(pids):
+            self._processes.pop(pid).close()
+        for pid in [pid for pid in pids if pid not in self._processes]:
+            # It has ended, or is of another user where /proc has the option hidepid.
+            with suppress(FileNotFoundError, ProcessLookupError, PermissionError):
+                process = self._processes[pid] = Process(pid)
+                if (usage := process.read_usage()) is not None:
+                    process.inherited_bytes = _inherited_bytes(pid, usage)
 
 
 def _cpu_s_between(last: dict[int, Usage], now: dict[int, Usage]) -> float:
@@ -185,7 +204,8 @@ class HostReader:
             self._last_ns = time_ns
         return Sample(time_ns=time_ns, memory_bytes=memory_bytes, utilization=utilization, energy_j=energy_j), failures
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        self._tree.close()
 
 
 def open_device(

@@ -275,6 +275,23 @@ def test_reads_with_an_invalid_trainer_pid_are_reported_as_failures(clock, no_ra
     assert set(failures) == {"memory_bytes", "utilization"}
 
 
+def num_open_files():
+    return sum(1 for _ in Path("/proc/self/fd").iterdir())
+
+
+def test_files_of_ended_processes_and_of_a_closed_reader_are_closed(trainer, clock, no_rapl):
+    child = trainer.do("fork_waiting(lambda: None)")
+    before = num_open_files()
+    with opened(Site(trainer_pid=trainer.pid), clock, no_rapl) as reader:
+        reader.read()
+        with_child = num_open_files()
+        trainer.do(f"(os.kill({child}, 9), os.waitpid({child}, 0))")
+        reader.read()
+        without_child = num_open_files()
+
+    assert [number - before for number in (with_child, without_child, num_open_files())] == [4, 2, 0]
+
+
 # --- RAPL; its own tests are in test_node_power_rapl.py ---
 
 
