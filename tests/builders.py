@@ -233,3 +233,9 @@ class Job:
     def ledger(self) -> Ledger:
         """Return the state that another aggregator continues."""
         return restore(self.aggregator.snapshot())
+
+    def next_ledger(self, job: str) -> Ledger:
+        """Return the state that another aggregator continues, for the next attempt."""
+        ledger = self.ledger()
+        ledger.begin_next_attempt(job)
+        return ledger

@@ -45,7 +45,8 @@ def summary_of_job(job: Job) -> Summary:
     for course in found:
         before = None
         if aggregator is not None:
-            before = restore(aggregator.snapshot()).begin_next_attempt(f"attempt-{course.number}")
+            before = restore(aggregator.snapshot())
+            before.begin_next_attempt(f"attempt-{course.number}")
         begin = _now(course.begin_s)
         aggregator = Aggregator(config, f"attempt-{course.number}", course.number, begin.unix_s, before, "boot")
         _run(aggregator, job, course, is_last=course is found[-1])

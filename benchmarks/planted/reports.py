@@ -56,7 +56,8 @@ def summary_of_planted(found: Timeline) -> Summary:
     for course in found.attempts:
         ledger = None
         if aggregator is not None:
-            ledger = restore(aggregator.snapshot()).begin_next_attempt(f"job-{course.number}")
+            ledger = restore(aggregator.snapshot())
+            ledger.begin_next_attempt(f"job-{course.number}")
         begin = _now(course.begin_s)
         aggregator = Aggregator(config, f"job-{course.number}", course.number, begin.unix_s, ledger, "boot")
         _run(aggregator, found, course)

@@ -27,6 +27,7 @@ from effllm.agent.rank_devices import RankDevices
 from effllm.agent.trainer import Trainer
 from effllm.config.spawn import NO_RESOURCES, is_out_of_resources
 from effllm.network import discovery
+from effllm.network.listening import raise_open_files_limit
 from effllm.records.board import Board
 from effllm.records.plain_text import one_line
 from effllm.records.ring import RingReader
@@ -207,6 +208,7 @@ def main(arguments: list[str]) -> int:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     with contextlib.suppress(OSError):
         os.nice(5)
+    raise_open_files_limit()  # two files stay open for each process of a job without a GPU
     events: AgentEvents | None = None
     agent: Agent | None = None
     try:

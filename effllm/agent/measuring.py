@@ -292,10 +292,10 @@ class _NameSums(Moments):
         digest: Any = digest_type()
         self._digest = digest(WINDOW_CENTROIDS) if digest is not None else None
 
-    def add(self, value: float) -> bool:
+    def add_value(self, value: float) -> bool:
         if abs(value) > MAX_VALUE:
             value = math.copysign(math.inf, value)
-        is_finite = super().add(value)
+        is_finite = super().add_value(value)
         if is_finite and self._digest is not None:
             self._digest.update(value)
         return is_finite
@@ -339,7 +339,7 @@ class InstrumentValues:
         for index, value in slot.values:
             if index not in sums:
                 sums[index] = _NameSums()
-            sums[index].add(value)
+            sums[index].add_value(value)
 
     def take_values(self, window: int, names: Sequence[str], now_s: float, *, is_last: bool) -> _Statistics:
         """Remove and return the statistics of values up to a window, or of all if ``is_last``; publish the run's."""

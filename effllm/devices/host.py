@@ -18,6 +18,8 @@ from effllm.records.rank import COUNTER, CPU, Device, Sample, Sensor
 
 _LIST_EVERY_S = 10.0
 _THREAD_CHILDREN = Path("/proc/thread-self/children")
+#: Errors of a process that has ended, or is of another user where /proc has the option hidepid.
+_UNREADABLE = (FileNotFoundError, ProcessLookupError, PermissionError)
 _PAGE_BYTES, _TICKS_PER_S = os.sysconf("SC_PAGE_SIZE"), os.sysconf("SC_CLK_TCK")
 
 
@@ -108,7 +110,7 @@ class ProcessTree:
         self._processes: dict[int, Process] = {}  # a parent is before its children
         self._next_list_s = clock()
         self._last_usages: dict[int, Usage] = {}  # by pid
-        with suppress(FileNotFoundError):
+        with suppress(*_UNREADABLE):
             self._processes[pid] = Process(pid)
 
     def read_usage(self) -> tuple[float, float | None]:
@@ -143,12 +145,11 @@ class ProcessTree:
 
     def _list_processes(self) -> None:
         self._next_list_s = self._clock() + _LIST_EVERY_S
-        pids = [self._pid, *_descendant_pids(self._pid, self._excluded)]
-        for pid in self._processes.keys() - set(pids):
+        pids = dict.fromkeys([self._pid, *_descendant_pids(self._pid, self._excluded)])  # each once, in this order
+        for pid in self._processes.keys() - pids.keys():
             self._processes.pop(pid).close()
         for pid in [pid for pid in pids if pid not in self._processes]:
-            # It has ended, or is of another user where /proc has the option hidepid.
-            with suppress(FileNotFoundError, ProcessLookupError, PermissionError):
+            with suppress(*_UNREADABLE):
                 process = self._processes[pid] = Process(pid)
                 if (usage := process.read_usage()) is not None:
                     process.inherited_bytes = _inherited_bytes(pid, usage)

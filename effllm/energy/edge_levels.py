@@ -167,7 +167,7 @@ def energy_within_tick(
         abrupt_j = before_w * min(since_s, change_s) + after_w * max(since_s - change_s, 0.0)
         return abrupt_j, unseen_j2, before_w if since_s < change_s else after_w
     outside_w = max(mean_w - high_w, low_w - mean_w, 0.0)
-    if outside_w > 3 * noise_w:  # a peak of unknown width and place in the tick: 0.33 x (1 - x) if both are uniform
+    if outside_w > 3 * noise_w:  # a peak; of uniform width and place in the tick: a third of x (1 - x) on average
         excess_j = joules - (before_w + after_w) / 2 * tick_s
         return flat_j, excess_j**2 * x * (1 - x) * 0.35 + unseen_j2, mean_w
     return smooth_j, unseen_j2, mean_w

@@ -148,7 +148,7 @@ class EnergyTrackingCallback(TrainerCallback):  # type: ignore[misc] # transform
 
     def _start_first_step(self) -> None:
         self.monitor.measure_baseline()
-        self.monitor.cut()  # the time before the first step is not a part of a step
+        self.monitor.cut_span()  # the time before the first step is not a part of a step
 
     def _at_exit(self) -> None:
         if self._state is not None:  # the training has failed
@@ -156,14 +156,14 @@ class EnergyTrackingCallback(TrainerCallback):  # type: ignore[misc] # transform
 
     def _end_step(self, state: Any) -> None:
         self._last_step = state.global_step
-        if number := self.monitor.cut():
+        if number := self.monitor.cut_span():
             self._step_of_span[number] = (state.global_step, float(state.epoch or 0.0))
             if len(self._step_of_span) > 2 * MAX_HISTORY:  # some answers were lost
                 self._step_of_span.pop(next(iter(self._step_of_span)))
         self._take_answers()
 
     def _take_answers(self) -> None:
-        for span in self.monitor.take():
+        for span in self.monitor.take_spans():
             step_and_epoch = self._step_of_span.pop(span.number, None)
             if step_and_epoch is None:
                 continue  # a span of another user of the monitor

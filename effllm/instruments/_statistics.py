@@ -51,7 +51,7 @@ class Statistics:
         try:
             values = self._new[:]
             del self._new[: len(values)]  # another thread may have appended meanwhile
-            self._recent.extend(filter(self._moments.add, values))  # `add` returns whether the value is finite
+            self._recent.extend(filter(self._moments.add_value, values))  # it returns whether the value is finite
         finally:
             _adding_lock.release()
 
@@ -94,7 +94,7 @@ os.register_at_fork(after_in_child=_renew_lock)
 def moments_of(values: Sequence[float]) -> Moments:
     moments = Moments()
     for value in values:
-        moments.add(value)
+        moments.add_value(value)
     return moments
 
 

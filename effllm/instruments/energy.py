@@ -210,11 +210,11 @@ class RobustGPUMonitor:
 
     # --- spans ---
 
-    def cut(self) -> int:
+    def cut_span(self) -> int:
         """End the running span and begin the next; return the number of the ended span, 0 without an agent."""
         return self._chain.end_span() if self._chain is not None and self.is_monitoring else 0
 
-    def take(self) -> list[SpanReadings]:
+    def take_spans(self) -> list[SpanReadings]:
         """Return the readings of newly answered spans, oldest first, without waiting."""
         self._read_answers()
         answered = list(self._untaken)
@@ -255,7 +255,7 @@ class RobustGPUMonitor:
 
     def add_sync_marker(self, name: str) -> float:
         """End the running span and begin the next span at the current time; return this time as unix time."""
-        self.cut()
+        self.cut_span()
         edge_ns = self._chain.last_end_ns if self._chain is not None else time.monotonic_ns()
         edge_unix_s = unix_s(edge_ns)
         self.markers.append({"name": str(name), "timestamp": edge_unix_s})
@@ -270,7 +270,7 @@ class RobustGPUMonitor:
             wait_s: maximum wait for the agent's answer; without a wait, the newest span is usually missing, and
                 ``duration_s`` is shorter by this span.
         """
-        self.cut()
+        self.cut_span()
         if wait_s > 0:
             self.wait(wait_s)
         self._read_answers()

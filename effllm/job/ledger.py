@@ -161,8 +161,8 @@ class Ledger(Struct):
     iteration_losses: IterationLosses = msgspec.field(default_factory=IterationLosses)
     progress: Progress = msgspec.field(default_factory=Progress)
 
-    def begin_next_attempt(self, job: str) -> Ledger:
-        """End the attempt; return this ledger for the next one: the sums stay, the ranks are reset."""
+    def begin_next_attempt(self, job: str) -> None:
+        """End the attempt and begin the next one: the sums stay, the ranks are reset."""
         self.goodput.end_attempt(self.status())
         for rank in self.ranks.values():
             self.spent.add_agent(rank)
@@ -176,7 +176,6 @@ class Ledger(Struct):
         self.iteration_losses.begin_attempt()
         for sums in (self.run.energy, self.whole.energy, self.devices):
             sums.end_attempt()
-        return self
 
     def accounts_of(self, window: int) -> Sequence[Account]:
         """Return the accounts to which a window is added."""

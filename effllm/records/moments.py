@@ -18,7 +18,7 @@ class Moments:
         self.not_finite: dict[str, int] = {}  # by "nan", "inf", "-inf"
         self._mean = 0.0
 
-    def add(self, value: float) -> bool:
+    def add_value(self, value: float) -> bool:
         """Add a value; return whether it is finite."""
         if not math.isfinite(value):
             name = str(value)

@@ -103,11 +103,11 @@ def restore_state(folder: Path, job: str, warn: Callable[[str, str], None]) -> L
     except (OSError, msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         warn(f"{folder / STATE} cannot be read, so all totals start at 0: {error}", "sink")
         return None
-    if state.job == job or not job:
-        return state
-    earlier_attempt = f"attempt {state.attempt}, which was {state.status()} at iteration {state.iteration_shown}"
-    warn(f"attempt {state.attempt + 1} continues in {folder} after {earlier_attempt}", "restarted")
-    return state.begin_next_attempt(job)
+    if job and state.job != job:
+        earlier_attempt = f"attempt {state.attempt}, which was {state.status()} at iteration {state.iteration_shown}"
+        warn(f"attempt {state.attempt + 1} continues in {folder} after {earlier_attempt}", "restarted")
+        state.begin_next_attempt(job)
+    return state
 
 
 def remove_state(folder: Path) -> None:

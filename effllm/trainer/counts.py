@@ -135,7 +135,7 @@ class Phases:
         self.inside_ns = 0  # time of phases in the running iteration
         self._start_ns = 0  # of the part of the open phase that is not in the totals
 
-    def begin(self, name: Any, now_ns: int) -> bool:
+    def begin_phase(self, name: Any, now_ns: int) -> bool:
         """Begin a phase (an unknown name counts as ``other``); return whether it is not inside another phase."""
         self.depth += 1
         if self.depth > 1:
@@ -144,7 +144,7 @@ class Phases:
         self._start_ns = now_ns
         return True
 
-    def end(self) -> bool:
+    def end_phase(self) -> bool:
         """End the newest phase; return whether no phase is open any more."""
         self.depth -= 1
         return self.depth == 0

@@ -248,7 +248,7 @@ class Recorder(LoopRecords):
             return
         self._write_values()  # a phase may be long
         self._is_special, now_ns = True, time.monotonic_ns()
-        if self._phases.begin(name, now_ns):
+        if self._phases.begin_phase(name, now_ns):
             self._writer.write_state(ring.PHASE_STATE, self.ordinal, now_ns, self._phases.open_index)
 
     def phase_end(self) -> None:
@@ -256,7 +256,7 @@ class Recorder(LoopRecords):
         if not self.is_on or self._phases.depth == 0:
             self._warn_once("a phase ended without a start; this end is ignored")
             return
-        if not self._phases.end():
+        if not self._phases.end_phase():
             return
         end_ns = time.monotonic_ns()
         self._record_phase_until(end_ns)

@@ -16,6 +16,7 @@ from types import ModuleType
 from typing import Any, Protocol
 
 from effllm.trainer import ownership
+from effllm.trainer.declared import text
 from effllm.trainer.values import JobValues
 
 #: Name of a sink -> the module with the tracker's class `Run`, whose method `log` gets the dictionaries.
@@ -47,7 +48,8 @@ class _Joining:
 
     def with_new_values(self, name: str, data: Any) -> Any:
         """Return the data of a call with the values of a new report; otherwise the same data."""
-        if self.source is None or name not in self.newest_reports or not isinstance(data, dict):
+        is_joined = self.newest_reports.get(name, sys.maxsize) < sys.maxsize
+        if self.source is None or not is_joined or not isinstance(data, dict):
             return data
         values = self.source.values()
         if values.report <= self.newest_reports[name]:
@@ -112,7 +114,8 @@ def _log_with_values(name: str, original: Callable[..., Any]) -> Callable[..., A
             _JOINING.newest_reports[name] = sys.maxsize  # no further report joins this tracker
             with contextlib.suppress(Exception):
                 line = f"sink {name}: its runs get no more values: {type(error).__name__}: {error}"
-                _JOINING.source.warn(line)  # type: ignore[union-attr]
+                if _JOINING.source is not None and _JOINING.pid == os.getpid():  # not in a forked child
+                    _JOINING.source.warn(text(line))
         return original(run, *args, **kwargs)
 
     setattr(log, _MARK, True)

@@ -118,7 +118,7 @@ if "--monitor" in sys.argv:
     used("RobustGPUMonitor, started")
     for _ in range(20):
         time.sleep(0.02)
-        monitor.cut(), monitor.take(), monitor.get_metrics_since_timestamp(began_s)
+        monitor.cut_span(), monitor.take_spans(), monitor.get_metrics_since_timestamp(began_s)
         with profiler.timer.time("a"):
             memory.measure("a"), tracker.update("loss", 1.0), throughput.update(1, 1)
     used("RobustGPUMonitor, in a loop")

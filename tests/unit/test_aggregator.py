@@ -842,7 +842,7 @@ def test_new_aggregator_counts_a_gap_in_reports_once():
 def test_next_attempt_keeps_sums_and_starts_with_new_ranks():
     first = Job(warmup="10").join()
     run_of(first, 2)
-    second = Job(1, first.ledger().begin_next_attempt("second job"), "second job", warmup="10").join(0, agent="new")
+    second = Job(1, first.next_ledger("second job"), "second job", warmup="10").join(0, agent="new")
     closed = run_of(second, 2, agent="new")
 
     assert [(report.attempt, report.window, report.warming_up) for report in closed] == [(2, 1, True), (2, 2, False)]
@@ -855,7 +855,7 @@ def test_next_attempt_keeps_sums_and_starts_with_new_ranks():
 def test_next_attempt_has_its_own_warm_up_and_ignores_an_old_reset(warmup):
     first = Job(1, warmup=warmup).join()
     first.send(row(0, 1), row(0, 2), row(0, 3, reset=True))
-    second = Job(1, first.ledger().begin_next_attempt("job"), warmup=warmup).join()
+    second = Job(1, first.next_ledger("job"), warmup=warmup).join()
     second.send(row(0, 1), row(0, 2), row(0, 3))
 
     # Windows of 10 s: two windows begin within 15 s.
@@ -1200,7 +1200,7 @@ def test_total_energy_includes_the_separately_shown_warm_up_energy():
 def test_each_attempt_adds_its_own_warm_up():
     first = Job(1, warmup="10").join()
     first.send(row(0, 1), row(0, 2, final=True))
-    second = Job(1, first.ledger().begin_next_attempt("job"), warmup="10").join()
+    second = Job(1, first.next_ledger("job"), warmup="10").join()
     run_of(second, 2)
 
     assert second.summary().energy.warmup_joules == 2000.0
@@ -1281,7 +1281,7 @@ def test_totals_are_missing_and_rates_doubtful_if_a_rank_lacks_one_window():
 
 def test_total_energy_is_missing_if_an_earlier_attempt_lost_reports():
     first = whole_run(without=[(0, 2), (1, 2)])
-    second = Job(2, first.ledger().begin_next_attempt("job")).join()
+    second = Job(2, first.next_ledger("job")).join()
     second.send(row(0, 1, final=True), row(1, 1, final=True))
     summary = second.summary(ended=True)
 

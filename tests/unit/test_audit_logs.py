@@ -15,7 +15,7 @@ from effllm.records.rank import ValueStatistics
 def statistics_of(numbers):
     found = Moments()
     for number in numbers:
-        found.add(number)
+        found.add_value(number)
     return ValueStatistics(
         count=found.count, total=found.total, squares=found.squares, least=found.minimum, most=found.maximum
     )

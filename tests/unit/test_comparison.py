@@ -33,7 +33,7 @@ def named(seed, ranks, sigma, slow=lambda rank, iteration: 0.0, iterations=600, 
             own[:, at] = ITERATION_S * np.exp(sigma * chance.standard_normal(ranks) - sigma**2 / 2 + load)
             own[:, at] *= [1 + slow(rank, first + at) for rank in range(ranks)]
         whole_s = own.max(axis=0) + 0.05
-        for one in comparison.add(list(range(ranks)), own, np.ones(WINDOW), whole_s, first + 1):
+        for one in comparison.add_times(list(range(ranks)), own, np.ones(WINDOW), whole_s, first + 1):
             found.setdefault(one.rank, first + WINDOW)
     return found
 
@@ -94,7 +94,9 @@ def compared(comparison, at, own, ranks=None, whole_s=0.7, weight=1.0):
     """Add a window with these own times of ranks; return the slow ranks."""
     count = own.shape[1]
     ranks = list(range(len(own))) if ranks is None else ranks
-    return comparison.add(ranks, own, np.full(count, weight), np.full(count, whole_s), count * int(weight) * at + 1)
+    return comparison.add_times(
+        ranks, own, np.full(count, weight), np.full(count, whole_s), count * int(weight) * at + 1
+    )
 
 
 def test_blocks_of_short_iterations_last_a_quarter_of_a_second():

@@ -73,7 +73,7 @@ class Run(Job):
     def restart(self, world_size=None):
         self.attempt += 1
         self.world_size = world_size or self.world_size
-        return self.continue_with(self.ledger().begin_next_attempt(self.name))
+        return self.continue_with(self.next_ledger(self.name))
 
     def continue_with(self, ledger):
         self.aggregator = Aggregator(Config(), self.name, ledger.attempt, self.time_s, ledger, self.boot)

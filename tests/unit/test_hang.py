@@ -37,7 +37,7 @@ class Job:
             assert self.check(now_s) == []
 
     def check(self, now_s: float):
-        return self.hang.check(now_s, self.lost)
+        return self.hang.take_verdicts(now_s, self.lost)
 
     def reported(
         self, from_s: float, until_s: float, positions: dict[int, tuple[int, str, float]]

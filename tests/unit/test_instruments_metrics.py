@@ -47,7 +47,7 @@ def test_results_include_every_value_at_any_time(odd):
     tracker, known = MetricTracker(), Moments()
     for num, value in enumerate(values, 1):
         tracker.update("loss", value)
-        known.add(value)
+        known.add_value(value)
         if num % 7 == 0 or num >= 78:
             found = tracker.get_summary("loss")
 
@@ -296,6 +296,6 @@ def test_name_that_could_leave_the_folder_is_an_error(tmp_path, name):
 
 def test_deviation_of_values_near_the_largest_float_is_a_number():
     moments = Moments()
-    moments.add(1e200)
-    moments.add(1e200)
+    moments.add_value(1e200)
+    moments.add_value(1e200)
     assert (moments.mean, moments.std) == (1e200, 0.0)

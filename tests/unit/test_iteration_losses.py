@@ -96,7 +96,7 @@ def counted(own, slow=(), since=None, waits=None):
     steps = synchronous(np.zeros((2, len(own[0]))), own, rest=1.0 - max(map(max, own)))
     reports = window(number, steps, np.zeros((2, len(own[0]))).tolist(), own, first=1 + 4 * (number - 1))
     times = by_iteration(IterationMatrix.of(reports), ())
-    return waits, waits.count(times, [np.arange(2)], 2, slow, since)
+    return waits, waits.count_waits(times, [np.arange(2)], 2, slow, since)
 
 
 def test_waits_for_a_named_rank_are_counted_from_the_window_in_which_it_becomes_slow():

@@ -51,7 +51,7 @@ def test_windows_above_the_share_are_counted_in_all_attempts():
 
     assert goodput.windows_of("data", 0.05) == LossWindows(2, 20, 40, 20, pytest.approx(0.2))
     assert goodput.windows_of("straggling", 0.05) is None
-    again = Job(1, job.ledger().begin_next_attempt("job2"), "job2")
+    again = Job(1, job.next_ledger("job2"), "job2")
     assert waits(again, [0.3]).windows_of("data", 0.05).count == 3
 
 

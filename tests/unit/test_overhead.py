@@ -29,7 +29,7 @@ def test_overhead_of_all_agents_and_attempts_is_summed():
     second.bye(0, "killed", agent_cpu_s=1.75, sent_bytes=175)
     second.join(agent="other").send(row(0, 3, agent="other"), agent_cpu_s=0.25, sent_bytes=25)
 
-    third = Job(1, second.ledger().begin_next_attempt("again"), "again").join(agent="new")
+    third = Job(1, second.next_ledger("again"), "again").join(agent="new")
     third.send(row(0, agent="new"), agent_cpu_s=2.0, sent_bytes=200)
     third.aggregator.ledger.note_aggregator_costs(1.0, 210)
     spent = third.summary(True).overhead
@@ -46,7 +46,7 @@ def test_waits_for_a_core_are_summed_over_ranks_and_attempts():
     first.send(row(0), core_wait_s=1.0)
     first.bye(1, core_wait_s=2.0)
 
-    second = Job(1, first.ledger().begin_next_attempt("again"), "again").join()
+    second = Job(1, first.next_ledger("again"), "again").join()
     second.send(row(0), core_wait_s=0.5)
 
     assert second.summary(True).goodput.core_wait_s == 3.5

@@ -214,8 +214,8 @@ def test_late_node_without_the_scope_counts_as_a_gap_in_energy():
 def test_next_aggregator_and_attempt_keep_the_scope(next_attempt):
     first = Cluster((gpu("GPU-0"), cpu()))
     first.window(1)
-    ledger = first.ledger()
-    second = Cluster((gpu("GPU-0"), cpu(), psu()), ledger=ledger.begin_next_attempt("job") if next_attempt else ledger)
+    ledger = first.next_ledger("job") if next_attempt else first.ledger()
+    second = Cluster((gpu("GPU-0"), cpu(), psu()), ledger=ledger)
     report = second.window(1 if next_attempt else 2)
 
     assert (report.power_scope, report.job.energy.joules) == ("gpu+cpu", 4000.0)

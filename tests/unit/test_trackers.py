@@ -124,6 +124,18 @@ def test_failure_of_effllm_does_not_reach_the_call_and_is_reported(session):
     assert job.lines == ["sink wandb: its runs get no more values: OSError: the board is closed"]
 
 
+def test_failure_in_a_forked_child_is_not_reported_by_the_child(session, monkeypatch):
+    job, run = session
+    report(job, 1)
+    job.fails = True
+
+    with monkeypatch.context() as child:
+        child.setattr(trackers._JOINING, "pid", -1)
+        run.log({"loss": 3.0})
+
+    assert (run.calls, job.lines) == ([({"loss": 3.0}, None, None)], [])
+
+
 @pytest.mark.parametrize("sinks", [["wandb"], ["console"]])
 def test_open_run_of_a_module_function_is_hooked_only_for_its_sink(monkeypatch, sinks):
     class Run:

@@ -107,7 +107,7 @@ def test_restarted_aggregator_keeps_the_number():
 def test_time_of_unused_gpus_is_added_over_attempts_and_gaps():
     """100 s with two unused GPUs, a gap of 50 s with the same GPUs, and 100 s with one unused GPU."""
     job = NodeJob().join(0).join(1).wait(100)
-    ledger = job.ledger().begin_next_attempt("again")
+    ledger = job.next_ledger("again")
     again = NodeJob(name="again", ledger=ledger)
     again.now_s = 150.0
     again.join(0, stated=3).join(1, stated=3).wait(100)

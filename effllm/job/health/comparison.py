@@ -154,7 +154,9 @@ class RankComparison:
         self._levels = [_Level() for _ in range(LEVELS)]
         self._spells = _Spells(())
 
-    def add(self, ranks: Sequence[int], values: Array, weights: Array, iterations_s: Array, shown: int) -> list[Slow]:
+    def add_times(
+        self, ranks: Sequence[int], values: Array, weights: Array, iterations_s: Array, shown: int
+    ) -> list[Slow]:
         """Add the next times; return all ranks that are slow now.
 
         Args:

@@ -162,7 +162,7 @@ class Hang:
 
     # --- outputs ---
 
-    def check(self, now_s: float, lost: Collection[int]) -> list[HangVerdict]:
+    def take_verdicts(self, now_s: float, lost: Collection[int]) -> list[HangVerdict]:
         """Return the new verdicts: the beginning and the end of a stall.
 
         The state of lost ranks, which have no recent heartbeat, is unknown.

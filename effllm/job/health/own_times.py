@@ -99,7 +99,7 @@ class CountedWaits:
         self.last: dict[int, float] = {}  # of the newest window: rank -> number of iterations in which it was last
         self._kept: dict[int, _Counted] = {}  # by window: those whose waits may be counted again
 
-    def count(
+    def count_waits(
         self, own: Times, groups: Sequence[Positions], num_ranks: int, slow: Collection[int], since: int | None
     ) -> tuple[list[LostTime], float, float]:
         """Add a window; return its losses, the wait of each rank for slow ranks in it, and an upper bound of all waits.

@@ -78,7 +78,7 @@ class Stalls:
         return True
 
     def tick(self, now: Now) -> None:
-        for verdict in self._hang.check(now.mono_s, self._roster.presence.lost):
+        for verdict in self._hang.take_verdicts(now.mono_s, self._roster.presence.lost):
             if isinstance(verdict, Stall):
                 self._report_stall(verdict, now)
             else:

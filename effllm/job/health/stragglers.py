@@ -156,7 +156,7 @@ class Stragglers:
             is_whole = len(places) == len(times.ranks)
             ranks = times.ranks if is_whole else [times.ranks[place] for place in places]
             values = times.values if is_whole else times.values[places]
-            slow += self._comparisons[key].add(ranks, values, times.weights, times.iterations_s, times.shown)
+            slow += self._comparisons[key].add_times(ranks, values, times.weights, times.iterations_s, times.shown)
         return slow
 
     def _comparison(self, rank: int, evidence: str) -> RankComparison:
@@ -230,7 +230,7 @@ class Stragglers:
             slow = {rank for unit in self._named_for(OWN_TIME) for rank in unit}
             since = min((self._named[unit].verdict.since_iteration for unit in new_units), default=None)
             groups = list(self.peers.places_by_group(own.ranks).values())
-            lost, seconds, bound_s = self.waits.count(own, groups, len(rows), slow, since)
+            lost, seconds, bound_s = self.waits.count_waits(own, groups, len(rows), slow, since)
             for unit, named in self._named.items():
                 named.last += sum(self.waits.last.get(rank, 0.0) for rank in unit)
                 named.iterations += float(own.weights.sum())
