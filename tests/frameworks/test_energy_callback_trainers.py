@@ -146,7 +146,12 @@ def fails(*_, **__):
 def test_exception_in_the_callback_does_not_reach_the_training(frameworks):
     without = frameworks.run(script(step_s=0.0).replace(", energy]", "]")).output()["losses"]
     line = "the energy of steps is not measured any more, training goes on: RuntimeError: in the callback"
-    for method, steps in (("cut", [1, 2]), ("take", [1, 2]), ("measure_baseline", []), ("start_monitoring", [])):
+    for method, steps in (
+        ("cut_span", [1, 2]),
+        ("take_spans", [1, 2]),
+        ("measure_baseline", []),
+        ("start_monitoring", []),
+    ):
         at_step = f"\n        if state.global_step == {len(steps)}: energy.monitor.{method} = fails"
         early = f"energy.monitor.{method} = fails\n" if not steps else ""
         code = script(at_step=at_step if steps else "", train=f"{early}trainer.train()", step_s=0.2)
