@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import signal
 import sys
 import time
 from pathlib import Path
@@ -26,6 +27,7 @@ UNTIMED = 2  # iterations that are not timed, after each change between on and o
 
 
 def main(times: Path, pairs: int, iterations: int) -> None:
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # the stopped processes continue, and end
     settings = parse_arguments(["--config", str(DEMO)])
     replicas = data_parallel_size(settings, int(os.environ["WORLD_SIZE"]))
     job = demo.prepare(settings, demo.join_processes(settings), replicas)

@@ -96,7 +96,7 @@ class PowerSpread:
         """Return the variance of power within a tick that is not visible in the adjacent ticks.
 
         The more often power changes from tick to tick, the more likely are several changes within three ticks.
-        ``change_w`` is the difference of this tick from the adjacent ticks.  With the factors, tests' intervals hold.
+        ``change_w`` is the difference of this tick from the adjacent ticks.  The factors are empirical.
         """
         if not self._changes_w:
             return self.variance_w2 * 0.02
@@ -134,7 +134,7 @@ class PowerSpread:
         if self._changes_w and self._decayed_w2:  # too few readings may have missed some changes
             missed_w2 = MISSED_CHANGES * self._decayed_w4 / self._decayed_w2 / len(self._changes_w)
         change_w2 = max(self._mean_change_w2 + missed_w2, self._change_w2())
-        return (1 - duty) ** 2 * change_w2 * (0.1 + 0.56 * self._independence() ** 2)  # tests' intervals hold
+        return (1 - duty) ** 2 * change_w2 * (0.1 + 0.56 * self._independence() ** 2)  # empirical factors
 
     def sampling_j2(self, span_s: float) -> float:
         """Return the variance of the energy between two readings of power, computed as a trapezoid."""

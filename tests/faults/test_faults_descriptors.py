@@ -192,3 +192,26 @@ def test_aggregator_without_descriptors_uses_little_cpu_and_recovers(launch):
     assert (after.user + after.system - before.user - before.system) / took_s < 0.2
     assert_whole(ledger, iterations_of((first, second)))
     assert sum("no further rank can connect" in text for text in ledger.event_texts("rejected")) == 1
+
+
+MANY_CHILDREN = """
+import resource, subprocess, time
+resource.setrlimit(resource.RLIMIT_NOFILE, (64, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
+children = [subprocess.Popen(["sleep", "60"]) for _ in range(60)]
+try:
+    import effllm
+    with effllm.monitor(1000) as monitored:
+        for _ in range(20):
+            time.sleep(0.05)
+            monitored.iteration(tokens=100)
+finally:
+    for child in children:
+        child.kill()
+"""
+
+
+def test_agent_reads_more_processes_than_the_soft_limit_of_the_job_has_files(launch):
+    job = launch.code(MANY_CHILDREN, device="host", collection_interval=0.2).done()
+
+    assert job.ledger.event_texts("agent") == []
+    assert job.ledger.summary.metrics["amu_gb"].value > 0
